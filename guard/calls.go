@@ -11,26 +11,25 @@ import (
 	"go.opentelemetry.io/otel/metric"
 )
 
-// Calls says that a handler calls a dependency now, such as a database or a service, and
-// returns what is to be told how the call ended:
+// Calls says that a handler now calls a dependency, such as a database or a service. It
+// returns a function that takes the result of the call:
 //
 //	done := guard.Calls(ctx, "payments-db")
 //	_, err := db.ExecContext(ctx, query)
 //	done(err)
 //
-// It counts the calls of each topic or queue and dependency in the metric
-// stormguard.dependency.calls, and decides nothing: what the handler returns does. ctx is
-// the handler's, or comes from it; with any other ctx nothing is counted, so a function
-// shared with others may call it. Of the passive shape there is no handler, and nothing is
-// counted.
+// Calls counts in the metric stormguard.dependency.calls, for each dependency and each
+// topic or queue. It decides nothing: only the handler's return does. ctx is the handler's
+// context or comes from it. With any other ctx nothing is counted, so shared functions may
+// use Calls. In the passive shape, which has no handler, nothing is counted.
 //
-// Where all calls go through one place, such as an http.RoundTripper, a gRPC interceptor or
-// a tracer of a database driver, that is the place to call it: see the example, and
+// If all calls go through one place, such as an http.RoundTripper, a gRPC interceptor or
+// a tracer of a database driver, use Calls there: see the example, and
 // examples/calls_test.go for gRPC and pgx.
 //
-// dependency is a name of few: it is a label. A Guard takes 32 names of at most 64 bytes; a
-// further one counts as "other". done may be called by any goroutine; only its first call
-// counts. Without one the call is not counted.
+// dependency is a metric label: use few names. A Guard takes 32 names of at most 64 bytes;
+// any other name counts as "other". Any goroutine may call done; only the first call
+// counts. Without a call of done nothing is counted.
 func Calls(ctx context.Context, dependency string) (done func(error)) {
 	m, ok := ctx.Value(callsKey{}).(*sourceMetrics)
 	if !ok {
@@ -43,8 +42,8 @@ func Calls(ctx context.Context, dependency string) (done func(error)) {
 // callsKey is the key by which Calls finds the metrics behind a handler's context.
 type callsKey struct{}
 
-// depended counts a call of a dependency. error.type is the class of its error, and is left
-// out after a success.
+// depended counts a call of a dependency. The label error.type is the kind of the error;
+// a success has no such label.
 func (m *sourceMetrics) depended(ctx context.Context, dependency string, err error) {
 	dependency = m.flows.dependencies.name(dependency)
 	attrs := []attribute.KeyValue{attribute.String("stormguard.dependency", dependency)}
@@ -64,7 +63,7 @@ type protectContext struct {
 	metrics *sourceMetrics
 }
 
-// Value is the parent's, but for the keys of Calls and of callContext.
+// Value is the parent's, except for the keys of Calls and of callContext.
 func (c *protectContext) Value(key any) any {
 	if key == (callsKey{}) {
 		return c.metrics

@@ -15,12 +15,12 @@ type Class uint8
 
 // The classes.
 const (
-	// ClassUnknown: the error does not tell. It is always safe: the guard then
-	// looks for other evidence before it dead-letters the message.
+	// ClassUnknown: the error does not tell whose fault it is. This class is always
+	// safe: the guard looks for other evidence before it dead-letters the message.
 	ClassUnknown Class = iota
 
 	// ClassDependency: something that the handler needs is down, slow or full.
-	// Such an error never dead-letters its message.
+	// The guard never dead-letters a message for such an error.
 	ClassDependency
 
 	// ClassMessage: the message cannot be handled as it is.
@@ -37,11 +37,11 @@ func (c Class) String() string {
 	return fmt.Sprintf("Class(%d)", uint8(c))
 }
 
-// WithClassify replaces [Classify]; nil means Classify. The function is called once
-// for each failed handler call, on a goroutine of its own and outside every lock, and
-// may call Classify for the errors that it does not know. It must return. It must be
-// safe for concurrent use. If it panics or calls [runtime.Goexit], the class is
-// unknown. It is not asked about errors that carry a mark, such as [Unavailable].
+// WithClassify replaces [Classify]; nil means Classify. The guard calls the function
+// for each failed handler call, on a goroutine of its own and outside every lock. The
+// function may call Classify for the errors that it does not know. It must return, and
+// must be safe for concurrent use. If it panics or calls [runtime.Goexit], the class is
+// ClassUnknown. It is not called for errors with a mark, such as [Unavailable].
 func WithClassify(classify func(error) Class) Option {
 	return func(g *Guard) { g.classify = classify }
 }
@@ -53,9 +53,9 @@ func (g *Guard) resultOf(err error, stack []byte) result {
 	return r
 }
 
-// classOf is the class of a handler's error: what its outermost mark says, or else the
-// classifier. Both run their authors' code, so the caller holds no lock, and a Goexit
-// in it ends no goroutine but this call's own.
+// classOf is the class of a handler's error: by its outermost mark, or else by the
+// classifier. Both may run a user's code. So the caller holds no lock, and that code runs
+// on a goroutine of its own, which is all that a Goexit ends.
 func (g *Guard) classOf(err error) (c Class) {
 	if err == nil {
 		return ClassUnknown
@@ -87,20 +87,21 @@ func aside(f func()) {
 }
 
 // Classify is the default classifier. It knows the errors of the standard library and
-// of common clients (docs/errors.md has the table) by interface and by type, so it
-// links none of these clients. The first that holds decides:
+// of common clients (docs/errors.md has the table) by interface and by type name, so it
+// links none of these clients. The first rule that fits decides:
 //
 //  1. The outermost mark: [Unavailable] and [Backoff] are ClassDependency, [Permanent]
 //     is ClassMessage, [Ignore] is ClassUnknown.
 //  2. A dependency's error anywhere in the tree: ClassDependency.
-//  3. An error that could be either's anywhere in the tree: ClassUnknown. Such are
-//     [context.Canceled], a panic, a time-out behind [ErrTimeout], an HTTP 404 or 500.
+//  3. An error that could be the fault of either, anywhere in the tree: ClassUnknown.
+//     Examples are [context.Canceled], a panic, a time-out behind [ErrTimeout], and an
+//     HTTP 404 or 500.
 //  4. A message's error anywhere in the tree: ClassMessage.
-//  5. Otherwise: ClassUnknown. So is a tree of more than 256 errors, a cyclic one too,
+//  5. Otherwise: ClassUnknown. So is a tree of more than 256 errors, also a cyclic one,
 //     and an error whose methods panic.
 //
-// Bare [io.EOF] and [io.ErrUnexpectedEOF] are unknown: the end of a connection and the
-// end of a truncated message look the same.
+// [io.EOF] and [io.ErrUnexpectedEOF] by themselves are ClassUnknown: the end of a
+// connection and the end of a truncated message look the same.
 func Classify(err error) (c Class) {
 	if err == nil {
 		return ClassUnknown
@@ -116,31 +117,31 @@ func Classify(err error) (c Class) {
 // maxErrors bounds the walk through an error's tree.
 const maxErrors = 256
 
-// says is what one error tells, a set.
+// says is a set of the things that an error tells.
 type says uint8
 
 const (
 	dependencySaid says = 1 << iota
-	timeoutSaid         // the dependency, unless the guard itself ended the call
-	doubtSaid           // could be either's: outweighs messageSaid
+	timeoutSaid         // as dependencySaid, unless the guard itself ended the call
+	doubtSaid           // could be the fault of either: outweighs messageSaid
 	messageSaid
 )
 
-// surroundings are what an error is wrapped in.
+// surroundings say what kind of error wraps an error.
 type surroundings uint8
 
 const (
 	open surroundings = iota
-	wire              // a request: an EOF in it is the connection's
-	conn              // a connection: what it wraps and nobody knows is the dependency's
+	wire              // an error of a request: an EOF inside is the connection's
+	conn              // an error of a connection: an unknown error inside is the dependency's
 )
 
-// evidence is what an error's tree tells.
+// evidence is the sum of what the errors of a tree tell.
 type evidence struct {
-	mark *markedError // the outermost
+	mark *markedError // the outermost mark
 	said says
-	ours bool // the guard's own timeout is in it
-	left int  // errors that may still be looked at; below 0 the tree was too large
+	ours bool // the tree has the guard's own timeout
+	left int  // how many more errors the walk may visit; below 0 the tree was too large
 }
 
 func evidenceOf(err error) *evidence {
@@ -164,8 +165,7 @@ func (e *evidence) class() Class {
 	}
 }
 
-// class is what the mark says about whose fault it is. Only Unavailable is marked as
-// a failure.
+// class is the class that the mark means. Only Unavailable is marked as a failure.
 func (e *markedError) class() Class {
 	switch e.word {
 	case failure, backoff:
@@ -177,8 +177,8 @@ func (e *markedError) class() Class {
 	}
 }
 
-// walk collects what err and the errors that it wraps say, outer ones first. It ends
-// at the first mark.
+// walk collects what err and the errors that it wraps tell, outer ones first. It ends at
+// the first mark.
 //
 //nolint:errorlint // it walks the tree itself
 func (e *evidence) walk(err error, in surroundings) {
@@ -191,7 +191,7 @@ func (e *evidence) walk(err error, in surroundings) {
 			e.mark = t
 			return
 		case *PanicError, *GoexitError:
-			e.said |= doubtSaid // what a panic was called with is not looked at
+			e.said |= doubtSaid // the value of a panic does not count
 			return
 		case interface{ As(target any) bool }:
 			if t.As(&e.mark) && e.mark != nil {
@@ -222,7 +222,7 @@ func (e *evidence) walk(err error, in surroundings) {
 	}
 }
 
-// leaf is what an error that wraps nothing and is not known says by where it stands.
+// leaf is what an unknown error that wraps nothing tells by its surroundings.
 func leaf(err error, in surroundings) says {
 	if in == conn || in == wire && (err == io.EOF || err == io.ErrUnexpectedEOF) { //nolint:errorlint // the sentinels themselves
 		return dependencySaid
@@ -230,7 +230,7 @@ func leaf(err error, in surroundings) says {
 	return 0
 }
 
-// look is what err says by itself, whatever it wraps.
+// look is what err tells by itself, without the errors that it wraps.
 func look(err error) (said says, around surroundings) {
 	switch err { //nolint:errorlint // the sentinels themselves
 	case context.DeadlineExceeded:

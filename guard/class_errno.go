@@ -7,7 +7,7 @@ package guard
 
 import "syscall"
 
-// errno is what the system's error number says: the connection's, or a resource that
+// errno is what the system's error number tells: a broken connection, or a resource that
 // is used up.
 func errno(err error) says {
 	switch err { //nolint:errorlint // err alone

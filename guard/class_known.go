@@ -11,7 +11,7 @@ import (
 	"strings"
 )
 
-// byMethod is what err says through methods that libraries agree on.
+// byMethod is what err tells through methods that several libraries share.
 func byMethod(err error) (said says) {
 	switch t := err.(type) { //nolint:errorlint // err alone, not what it wraps
 	case interface{ SQLState() string }: // pgx, pq
@@ -41,7 +41,7 @@ func byMethod(err error) (said says) {
 	return said
 }
 
-// Most errors in a tree are wrappers that say nothing.
+// Most errors in a tree are of these types, which tell nothing.
 var (
 	wrapError  = reflect.TypeOf(fmt.Errorf("%w", io.EOF))
 	wrapErrors = reflect.TypeOf(fmt.Errorf("%w%w", io.EOF, io.EOF))
@@ -77,7 +77,8 @@ func unversioned(path string) string {
 	}
 }
 
-// numberOf is a field of a struct, or of what err points at, as an int; -1 if there is none.
+// numberOf is an integer field of err, a struct or a pointer to one; if err is itself an
+// integer, it is err. It is -1 if there is none.
 func numberOf(err error, field string) int {
 	v := reflect.Indirect(reflect.ValueOf(err))
 	if v.Kind() == reflect.Struct {
@@ -97,8 +98,8 @@ func integer(v reflect.Value) int {
 	}
 }
 
-// grpcError reads the status of an error with a GRPCStatus method. It returns a type
-// of grpc's, so reflection has to call it.
+// grpcError reads the status of an error with a GRPCStatus method. The method returns a
+// type of grpc, so it is called by reflection.
 func grpcError(err error) says {
 	m := reflect.ValueOf(err).MethodByName("GRPCStatus")
 	if !m.IsValid() || m.Type().NumIn() != 0 || m.Type().NumOut() != 1 {
@@ -116,7 +117,7 @@ func grpcCode(err error, v reflect.Value) says {
 	switch integer(m.Call(nil)[0]) {
 	case 0, -1:
 		return 0 // OK, or no code
-	case 8: // ResourceExhausted; grpc-go says it of a message above its size limit, too
+	case 8: // ResourceExhausted; grpc-go also uses it for a message above its size limit
 		if strings.Contains(err.Error(), "message larger than max") {
 			return doubtSaid
 		}
@@ -136,7 +137,7 @@ func codeError(err error) says { return grpcCode(err, reflect.ValueOf(err)) }
 
 func httpStatus(code int) says {
 	switch {
-	case code < 100 || code > 599: // none of HTTP's
+	case code < 100 || code > 599: // no HTTP status
 		return 0
 	case code == 408, code == 429, code >= 502 && code <= 504, code >= 520 && code <= 530:
 		return dependencySaid
@@ -191,7 +192,7 @@ func redisError(text string) says {
 }
 
 // awsError reads an error of AWS's SDK. DynamoDB and others send throttling and expired
-// credentials with status 400, so what is not known here outweighs that status.
+// credentials with status 400, so an unknown code is a doubt, which outweighs that status.
 func awsError(err error, code string) says {
 	switch code {
 	case "Throttling", "ThrottlingException", "ThrottledException", "RequestThrottled", "RequestThrottledException",
@@ -202,7 +203,7 @@ func awsError(err error, code string) says {
 	case "ValidationException", "ValidationError", "InvalidParameterValue", "InvalidParameterValueException":
 		return messageSaid
 	}
-	// It returns a type of AWS's, so reflection has to call it.
+	// ErrorFault returns a type of AWS, so it is called by reflection.
 	if m := reflect.ValueOf(err).MethodByName("ErrorFault"); m.IsValid() && m.Type().NumIn() == 0 && m.Type().NumOut() == 1 {
 		if fault, ok := reflect.TypeAssert[fmt.Stringer](m.Call(nil)[0]); ok && fault.String() == "server" {
 			return dependencySaid
@@ -221,8 +222,8 @@ func mongoError(err error, has func(label string) bool) says {
 	return 0
 }
 
-// kafkaError reads Kafka's error code: an error that is a number (sarama, kafka-go), or
-// that has a field for it (franz-go).
+// kafkaError reads Kafka's error code: the error is a number (sarama, kafka-go), or has
+// the number in a field (franz-go).
 func kafkaError(err error) says {
 	switch numberOf(err, "Code") {
 	case 5, 6, 7, 8, 9, 13, 14, 15, 16, 19, 20, 41, 56, 72, 80, 83, 89:
@@ -245,7 +246,7 @@ func amqpError(err error) says {
 	}
 }
 
-// natsError reads JetStream's own status.
+// natsError reads the HTTP-like status of a JetStream error.
 func natsError(err error) says {
 	if code := numberOf(err, "Code"); code == 503 || code == 504 {
 		return dependencySaid
@@ -257,9 +258,10 @@ func statusField(field string) rule {
 	return rule{look: func(err error) says { return httpStatus(numberOf(err, field)) }}
 }
 
-// jsonSyntax tells a message that is no valid JSON from a reply that is no JSON at all:
-// handlers decode replies too, and a gateway's error page or an empty reply is an outage.
-// The texts are encoding/json's; if they change, this says message and a test fails.
+// jsonSyntax tells a message with invalid JSON from a reply that is no JSON at all.
+// Handlers decode replies, too, and a gateway's error page or an empty reply is an outage.
+// The texts are those of encoding/json. If they change, the result is messageSaid, and a
+// test fails.
 func jsonSyntax(err error) says {
 	text := err.Error()
 	switch offset := numberOf(err, "Offset"); {
@@ -272,8 +274,8 @@ func jsonSyntax(err error) says {
 	return messageSaid
 }
 
-// jsonType is a value of the wrong type: of the whole document, it may be a reply that
-// tells of an error.
+// jsonType is about a value of the wrong type. If the value is the whole document, the
+// document may be a reply that reports an error.
 func jsonType(err error) says {
 	if v := reflect.Indirect(reflect.ValueOf(err)).FieldByName("Field"); v.Kind() == reflect.String && v.Len() > 0 {
 		return messageSaid
@@ -281,7 +283,7 @@ func jsonType(err error) says {
 	return doubtSaid
 }
 
-// xmlError is a message's, unless the document is an HTML page.
+// xmlError blames the message, unless the document is an HTML page.
 func xmlError(err error) says {
 	text := err.Error()
 	for _, tag := range [...]string{"<html", "</html", "</head", "</body"} {
@@ -294,8 +296,9 @@ func xmlError(err error) says {
 
 func sentinel(err error) says { return sentinels[err.Error()] }
 
-// sentinels are documented errors that have no type of their own, by their whole text.
-// Only errors of [errors.New]'s type, and of a listed one, are looked up.
+// sentinels are documented errors without a type of their own, by their whole text. Only
+// errors of the type of [errors.New], and of the types in byType with look: sentinel, are
+// looked up.
 var sentinels = map[string]says{
 	"circuit breaker is open":                      dependencySaid, // gobreaker
 	"circuit breaker open":                         dependencySaid, // failsafe-go
@@ -335,7 +338,7 @@ var sentinels = map[string]says{
 
 const outOfBrokers = "kafka: client has run out of available brokers to talk to"
 
-// saramaSentinel is a sentinel that sarama has put before other errors.
+// saramaSentinel knows the text that sarama puts in front of other errors.
 func saramaSentinel(err error) says {
 	if strings.HasPrefix(err.Error(), outOfBrokers) {
 		return dependencySaid
@@ -343,16 +346,16 @@ func saramaSentinel(err error) says {
 	return 0
 }
 
-// rule is what errors of one type say.
+// rule is what errors of one type tell.
 type rule struct {
 	said   says
 	around surroundings
-	look   func(error) says // says more
+	look   func(error) says // reads more from the error; nil for none
 }
 
-// byType knows errors by their type. Package paths are without a major version.
+// byType has the errors that are known by their type. Package paths have no major version.
 var byType = map[typeName]rule{
-	// Nothing of their own to say.
+	// These tell nothing by themselves.
 	{"os", "SyscallError"}: {},
 
 	{"errors", "errorString"}: {look: sentinel},
@@ -434,7 +437,7 @@ var byType = map[typeName]rule{
 	{"github.com/aws/smithy-go/transport/http", "RequestSendError"}:                     {around: conn},
 }
 
-// timeout is for types of which only a time-out is evidence by itself.
+// timeout is for types that tell something by themselves only if they are a time-out.
 func timeout(err error) says {
 	if t, ok := err.(interface{ Timeout() bool }); ok && t.Timeout() {
 		return timeoutSaid

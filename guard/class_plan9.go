@@ -3,5 +3,5 @@
 
 package guard
 
-// errno says nothing: Plan 9 has no error numbers.
+// errno tells nothing: Plan 9 has no error numbers.
 func errno(error) says { return 0 }

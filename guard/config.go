@@ -19,38 +19,39 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-// Config is what an operator may set for a process. The zero value is valid and
-// means the documented defaults.
+// Config has an operator's settings for a [Guard]. The zero value is valid and means
+// the documented defaults.
 type Config struct {
-	// Group names the fleet of consumers that this process is one of: the
-	// consumer group, the durable. It is the coarsest scope of the breaker.
+	// Group names the group of consumers that this process belongs to: the
+	// consumer group, or the durable. It is the coarsest scope of the breaker.
 	// Unset means "default".
 	Group string
 
-	// Policy is how sources behave that don't bring one of their own.
+	// Policy applies to each source without a policy of its own.
 	Policy Policy
 
-	// StateDir is the directory for what must outlive the process: the DLQ budgets, the
-	// breakers, operators' pauses, a quarantine of its own, and what unsettled messages
-	// have failed. It is this Guard's alone, on a local disk; the directory that it is in
-	// must exist. Unset means that a restart begins anew.
+	// StateDir is the directory for the state that must survive a restart: DLQ budgets,
+	// breakers, operators' pauses, the Guard's own quarantine, and the failures of
+	// unsettled messages. It must be on a local disk, and no other Guard may use it. Its
+	// parent directory must exist. Unset means that no state survives a restart.
 	StateDir string
 
-	// SpillDir is the directory for [Policy.Spill], as StateDir, and another one. Unset
-	// means that no message is ever written to a disk. SpillBytes bounds what is in it,
-	// 64 KiB to 1 TiB; unset means 1 GiB. The file may become twice as large.
-	SpillDir   string
+	// SpillDir is the directory for [Policy.Spill]. The rules of StateDir apply, and it
+	// must be another directory. Unset means that no message is ever written to a disk.
+	SpillDir string
+	// SpillBytes bounds the messages in SpillDir, 64 KiB to 1 TiB; unset means 1 GiB. The
+	// file may become twice as large.
 	SpillBytes int64
 
 	// Scope is what one breaker counts over: a partition (default), a topic or
-	// queue with all its partitions, or everything this Guard has open. A breaker
-	// holds all that it counts over.
+	// queue with all its partitions, or all sources of this Guard. An open breaker
+	// holds every source that it counts over.
 	Scope Scope
 
 	// Quorum is the share of a scope's children (partitions of a topic, topics
 	// of a group) that must be open before the scope holds all of them, in
-	// (0, 1]; unset means 0.5. At least two children must be open. It matters
-	// only above Scope: what is counted in one has no children.
+	// (0, 1]; unset means 0.5. At least two children must be open. Quorum matters
+	// only for scopes wider than Scope: the others have no children.
 	Quorum float64
 }
 
@@ -59,7 +60,7 @@ type Scope uint8
 
 // The scopes.
 const (
-	ScopePartition Scope = iota // each source; one without a partition is counted as ScopeTopic
+	ScopePartition Scope = iota // each source; a source without a partition counts as ScopeTopic
 	ScopeTopic                  // the sources of one [SourceConfig.Destination]: all partitions of a topic
 	ScopeGroup                  // all sources of the Guard
 )
@@ -94,75 +95,77 @@ func (s *Scope) UnmarshalText(text []byte) error {
 }
 
 // Policy is how a source behaves. The zero value is valid and means the
-// documented defaults. Timeout, Retry, Ramp, Window and WindowBytes may be
-// changed while a source runs, see [Source.Update].
+// documented defaults. Timeout, NoTimeout, Retry, Ramp, Window and WindowBytes may
+// be changed while a source runs, see [Source.Update].
 type Policy struct {
-	// Order is what is handled in sequence: the source (default), each key, or
-	// nothing.
+	// Order says which messages are handled in sequence: those of the source
+	// (default), those of each key, or none.
 	Order Order
 
-	// StrictOrder keeps the guard from trying a message behind one that fails. A look
-	// behind it tells poison from an outage within seconds, and costs at most that one
-	// message is handled before those in front of it when a dependency comes back.
-	// With StrictOrder only the class of an error, other lanes, a health check and
-	// guesses are left to tell. Each poison message of unknown class then holds its lane
-	// for 11 to 14 min.
+	// StrictOrder forbids the guard to try a message behind a failing one. Such a try
+	// tells poison from an outage within seconds. Its cost: when a dependency comes back,
+	// one message may be handled before those in front of it. With StrictOrder the guard
+	// has only the class of an error, other lanes, a health check and guesses. Each poison
+	// message of unknown class then holds its lane for 11 to 14 min.
 	StrictOrder bool
 
 	// Workers is how many handlers of one source may run at once, from 1 to
 	// 1024; unset means 1. More than 1 needs [OrderKey] or [OrderNone]. In the
-	// passive shape it is how many messages may be out.
+	// passive shape it is how many messages the program may have at once.
 	Workers int
 
 	// Window is how many messages of a source may be unsettled in this process,
-	// held ones included, from 1 to 1 Mi; unset means 1024, or the broker's
+	// held messages included, from 1 to 1 Mi; unset means 1024, or the broker's
 	// [Limits.MaxUnacked] if that is less. A full window stops intake.
 	//
-	// Where an adapter reads on a goroutine of its own, half of the window is for
-	// messages on their way from there: less if the workers need more, but at least
-	// 2. There, a window of 1 or 2 counts as 3. If Workers equals Window, two
-	// workers stay idle.
+	// If an adapter reads on a goroutine of its own ([Source.Feed]), half of the window
+	// is for messages between that goroutine and the source: less if the workers need
+	// more, but at least 2. A window of 1 or 2 then counts as 3. If Workers equals
+	// Window, two workers stay idle.
 	//
-	// Where the broker keeps only a low watermark (a [Marker]), messages that were
+	// If the broker keeps only a low watermark (a [Marker]), messages that were
 	// settled behind an unsettled one count, too. So with [OrderKey] or [OrderNone]
-	// at most that many pass a message that waits for a retry.
+	// at most Window messages pass a message that waits for a retry.
 	Window int
 
-	// WindowBytes bounds the same messages by [Port.Size]; unset means 64 MiB.
-	// One larger message is let in when nothing else is there. What is kept of a
-	// message's failures counts, too: some 2 KB, and 20 KB where errors have long texts
-	// or stacks. It only stops intake, and only while more than 64 messages are here: what
-	// is here already may fail again, and what comes may prove life.
+	// WindowBytes bounds the same messages by [Port.Size]; unset means 64 MiB. A single
+	// larger message is let in while no other is here. A message's failure history
+	// counts, too: about 2 KB, or 20 KB with long error texts or stacks. Histories only
+	// stop intake, and only while more than 64 messages are here: messages that are here
+	// may fail again, and the next message may prove that the dependency works.
 	WindowBytes int64
 
 	// Spill lets a source on hold write its messages to [Config.SpillDir] and ack them, so
-	// that the broker need not keep them until the hold is over: once its window is full,
-	// or the oldest message has waited for 10s. They are handled first, in their order,
-	// also after a restart. From its ack on a message is on this host's disk alone, and
-	// what another process gets meanwhile passes it. It needs a port that is a [Spiller].
-	// Where no broker is behind the port, a [Keeper], each message goes to the disk first.
+	// that the broker need not keep them until the hold is over. It begins when the window
+	// is full, or the oldest message has waited for 10s. Spilled messages are handled
+	// first, in their order, also after a restart. After its ack a message is only on this
+	// host's disk; messages that another process gets meanwhile may be handled before it.
+	// Spill needs a port that is a [Spiller]. With a [Keeper], which has no broker behind
+	// it, each message goes to the disk first.
 	Spill bool
 
-	// Timeout is how long a handler may run before its context ends; unset
-	// means 30s. It ends to within 10ms. NoTimeout lets handlers run for ever:
-	// a hanging one then shows only in the breaker's slow rule, and one that
-	// [Protect] guards in nothing but Account.Processing.
-	Timeout   time.Duration
+	// Timeout is how long a handler may run before its context ends, to within 10ms;
+	// 20ms to 24h, unset means 30s.
+	Timeout time.Duration
+	// NoTimeout lets handlers run without a limit. A hanging handler then shows only in
+	// the breaker's slow rule, a hanging function of [Protect] only in
+	// Account.Processing.
 	NoTimeout bool
 
 	Retry Retry
 	Ramp  Ramp
 
-	// Breaker is the scope's breaker. Its Slow, where unset, is Timeout, but at
-	// most two thirds of its Window. NoBreaker leaves it out: nothing is held
-	// then, and the storm detector and the DLQ budget stand alone.
-	Breaker   breaker.Config
+	// Breaker configures the scope's breaker. If its Slow is unset, it is Timeout, but at
+	// most two thirds of its Window.
+	Breaker breaker.Config
+	// NoBreaker leaves the breaker out. Then messages are not held in an outage: only the
+	// storm detector and the DLQ budget limit dead letters.
 	NoBreaker bool
 
-	// Storm holds the three thresholds that tell a storm.
+	// Storm has the three thresholds of a storm.
 	Storm dlq.StormConfig
 
-	// Budget bounds what may be dead-lettered.
+	// Budget bounds the number of dead letters.
 	Budget dlq.BudgetConfig
 }
 
@@ -171,9 +174,9 @@ type Order uint8
 
 // The orders.
 const (
-	OrderSource Order = iota // each message after the one before it
-	OrderKey                 // each message after the one before it of the same [Port.Lane]
-	OrderNone                // as workers come free
+	OrderSource Order = iota // all messages of the source, one after the other
+	OrderKey                 // the messages of each [Port.Lane], one after the other
+	OrderNone                // in any order, as workers become free
 )
 
 var orderNames = [...]string{"source", "key", "none"}
@@ -205,8 +208,9 @@ func (o *Order) UnmarshalText(text []byte) error {
 	return fmt.Errorf("guard: Order: %q is none of source, key, none", text)
 }
 
-// Retry is how often and how soon a failed message is handled again. No worker
-// waits for a retry: the message is put aside, and blocks only what its order says.
+// Retry says how often and how soon a failed message is handled again. No worker waits
+// for a retry: the message is put aside, and blocks only the messages behind it in its
+// order.
 type Retry struct {
 	// Attempts is how many handler calls a message gets before it may be
 	// dead-lettered, from 1 to 1000; unset means 5. Failed probes of a breaker
@@ -217,16 +221,16 @@ type Retry struct {
 	// min(Max, Base·2^(n-1)) ("full jitter"). Unset means 50ms and 10s.
 	Base, Max time.Duration
 
-	// Patience is how long nothing may have come before a message whose attempts are
-	// used up is taken for poison without proof, where all that is here has failed: on
-	// an idle source nothing else can tell poison from an outage. Unset means 10s. It
-	// doubles for each other message that fails, up to 64 times, and for each guess
-	// until something succeeds; one that is parked ([Parker]) is no guess
-	// here, but the next one waits for Patience.
+	// Patience is how long a source must be silent before a guess: the guard takes a
+	// message whose attempts are used up for poison, without proof. It guesses only if
+	// all messages here have failed: on an idle source nothing else can tell poison
+	// from an outage. Unset means 10s. Patience doubles for each other failing message,
+	// up to a factor of 64, and for each guess until something succeeds. A parked
+	// message ([Parker]) is no guess here, but the next guess waits for Patience.
 	Patience time.Duration
 }
 
-// Ramp is how a hold drains once its breaker has closed. The rate starts at
+// Ramp limits how fast held messages are handled after a hold. The rate starts at
 // Start and doubles every Double; after For there is no limit. In the first t
 // it admits Start·Double/ln 2·(2^(t/Double)−1) messages, at most one more.
 type Ramp struct {
@@ -236,7 +240,7 @@ type Ramp struct {
 	Off    bool          // drain at full speed
 }
 
-// WithDefaults fills what is unset.
+// WithDefaults fills unset fields.
 func (r Ramp) WithDefaults() Ramp {
 	def(&r.Start, 100.0)
 	def(&r.Double, time.Second)
@@ -244,8 +248,8 @@ func (r Ramp) WithDefaults() Ramp {
 	return r
 }
 
-// At is when the n-th message after the first may go, counted from the first:
-// the inverse of the integral of the rate. All fields must be set.
+// At is the time from the first message until the n-th after it may go: the inverse of
+// the integral of the rate. All fields must be set.
 func (r Ramp) At(n float64) time.Duration {
 	tau := r.Double.Seconds() / math.Ln2
 	s := tau * math.Log1p(n/(r.Start*tau))
@@ -263,9 +267,9 @@ type SourceConfig struct {
 	// messaging.destination.partition.id, empty where there is none.
 	System, Destination, Partition string
 
-	// DeadLetters writes dead letters. Without one nothing is ever
-	// dead-lettered: what would be waits, with the reason "dlq". Sources that
-	// share a writer share the goroutine that calls it.
+	// DeadLetters writes dead letters. If it is nil, nothing is ever dead-lettered:
+	// messages that should be wait, with the reason "dlq". Sources that share a
+	// writer share the goroutine that calls it.
 	DeadLetters dlq.Writer
 
 	// Policy overrides the Guard's; nil means the Guard's.
@@ -275,25 +279,25 @@ type SourceConfig struct {
 	Limiter Limiter
 }
 
-// A Limiter paces admissions. Admit takes one admission and returns 0, or takes
-// none and returns how long to wait before it is worth asking again (more than
-// 0; more than 1 h is taken as 1 h). It is called for each message, by a source
-// under its lock: no I/O, no wait. It must be safe for concurrent use: the callers of
-// a [Func] share one, sources may, and all of a Guard do in front of the dead letters.
+// A Limiter paces admissions. Admit takes one admission and returns 0. If there is none,
+// it returns how long to wait before the next call (more than 0; more than 1 h counts as
+// 1 h). A source calls Admit for each message, under its lock: it must do no I/O and must
+// not wait. It must be safe for concurrent use: the callers of a [Func] share a Limiter,
+// sources may share one, and all sources of a Guard share [WithDeadLetterLimiter]'s.
 type Limiter interface {
 	Admit(now time.Duration) (wait time.Duration)
 }
 
-// An Option supplies a collaborator that a config file cannot express.
+// An Option gives [New] a dependency that a config file cannot express.
 type Option func(*Guard)
 
-// WithLogger logs changes of state, never messages; docs/operating.md lists the lines. nil
-// is refused, and slog.New(slog.DiscardHandler) is silent. The default is [slog.Default] as
-// it was when [New] was called, for what is at WARN or above and for the end of what it
-// warned of.
+// WithLogger sets the logger. It gets changes of state, never messages; docs/operating.md
+// lists the lines. A nil logger is refused; slog.New(slog.DiscardHandler) is silent. The
+// default is the [slog.Default] at the time of [New]. It gets only lines at WARN or above,
+// and the lines that end a warning.
 func WithLogger(log *slog.Logger) Option { return func(g *Guard) { g.log, g.ends = log, log } }
 
-// WithMeterProvider is where metrics go; the default is OTel's global provider.
+// WithMeterProvider sets where metrics go; the default is OTel's global provider.
 func WithMeterProvider(p metric.MeterProvider) Option { return func(g *Guard) { g.meters = p } }
 
 // WithTracerProvider turns on a span for each handler call, linked to the
@@ -312,8 +316,8 @@ func WithPropagator(p propagation.TextMapPropagator) Option {
 // conventions ask for: a message may be handled long after it was sent, or twice.
 func WithParentSpans() Option { return func(g *Guard) { g.parents = true } }
 
-// WithSeed fixes what is drawn: the jitter of retries, probes and dead-letter writes. A
-// simulation replays with it. The default is a seed of its own for each Guard.
+// WithSeed fixes the random jitter of retries, probes and dead-letter writes, so that a
+// simulation can be replayed. The default is a random seed for each Guard.
 func WithSeed(seed uint64) Option { return func(g *Guard) { g.seed = seed } }
 
 const (
@@ -337,7 +341,7 @@ func (p *problems) within(field string, v, low, high time.Duration) {
 	}
 }
 
-// Validate reports everything wrong at once; nil means that [New] takes it.
+// Validate reports all problems at once; nil means that [New] accepts the Config.
 func (c Config) Validate() error {
 	var p problems
 	if int(c.Scope) >= len(scopeNames) {
@@ -358,8 +362,8 @@ func (c Config) Validate() error {
 	return errors.Join(append(p, c.Policy.Validate())...)
 }
 
-// Validate reports everything wrong at once. What only a broker's [Limits] can
-// tell is checked by [Open].
+// Validate reports all problems at once. [Open] checks the Policy against the broker's
+// [Limits].
 func (c Policy) Validate() error {
 	d := c.withDefaults(Limits{})
 	var p problems
@@ -397,13 +401,13 @@ func (c Policy) Validate() error {
 		p.within("Policy.Ramp.Double", d.Ramp.Double, time.Millisecond, time.Hour)
 		p.within("Policy.Ramp.For", d.Ramp.For, 0, 24*time.Hour)
 	}
-	// The breaker's settings are checked under NoBreaker too: the scopes of a Guard are
-	// made of them, for sources with a policy of their own.
+	// The breaker's settings are checked with NoBreaker, too: the Guard makes its scopes
+	// from them, for sources with a policy of their own.
 	return errors.Join(append(p, c.Storm.Validate(), c.Breaker.Validate(), d.Budget.Validate(d.stormRate()))...)
 }
 
-// stormRate is the error rate that the DLQ budget has to outlast, 0 for the detector's
-// default. A budget that is off bounds nothing, and goes with any.
+// stormRate is the error rate that the DLQ budget must withstand, 0 for the detector's
+// default. A budget that is off fits any rate.
 func (c Policy) stormRate() float64 {
 	if c.Budget.Off {
 		return 0
@@ -411,11 +415,11 @@ func (c Policy) stormRate() float64 {
 	return c.Storm.ErrorRate
 }
 
-// lease is how long the call of a probe may be out: longer than its timeout, or than it takes
-// to be slow, or a healthy handler of long jobs would never close its breaker.
+// lease is how long the call of a probe may last. It is longer than Timeout and than
+// Breaker.Slow: otherwise a healthy handler of long jobs would never close its breaker.
 func (c Policy) lease() time.Duration { return max(c.Timeout, c.Breaker.Slow) + 10*time.Second }
 
-// withDefaults fills what is unset, within what the broker allows.
+// withDefaults fills unset fields, within the broker's limits.
 func (c Policy) withDefaults(l Limits) Policy {
 	def(&c.Workers, 1)
 	if c.Window == 0 {
@@ -474,5 +478,5 @@ func (c Policy) fits(l Limits) error {
 	return errors.Join(p...)
 }
 
-// minAckWait leaves three extensions and the sweeper's tick room.
+// minAckWait leaves room for three extensions and the sweeper's tick.
 const minAckWait = 300 * time.Millisecond

@@ -13,29 +13,29 @@ import (
 )
 
 // callContext is the context of one handler call. It costs nothing until the
-// handler asks for Done, Err after the end, or AfterFunc: no timer, no channel,
+// handler calls Done or AfterFunc, or Err after the end: no timer, no channel,
 // no registration with the parent. The sweeper ends it at the timeout.
 //
-// A callContext is cut from a chunk and never used again, since a handler may
-// keep it.
+// A callContext is a part of a callChunk. It is never used for another call, because a
+// handler may keep it.
 type callContext struct {
 	parent    context.Context //nolint:containedctx // it is a context itself
 	timeout   time.Duration   // 0 = none
 	use       atomic.Uint32   // unused, touched or finished
-	selfTimed bool            // no sweeper sees to the timeout: a timer does, once somebody waits
+	selfTimed bool            // a timer ends the context, from the first Done or AfterFunc; the sweeper does not
 	before    int             // attempts before this one
 	probe     *probeCall      // nil unless the call is a probe
 	rare      atomic.Pointer[callState]
 }
 
-// callState is what a context needs once somebody looks at it.
+// callState is the part of a context that is made only when the handler uses the context.
 type callState struct {
 	mu       sync.Mutex
 	done     chan struct{} // made by the first Done
 	err      error         // set once, by end
 	cause    error
 	deadline time.Time // fixed by the first Deadline
-	since    time.Time // the first look of a selfTimed call
+	since    time.Time // the first Done, AfterFunc or Deadline of a selfTimed call; see waited
 	unhook   func() bool
 	timer    *time.Timer
 	after    map[*afterCall]struct{}
@@ -45,13 +45,13 @@ type afterCall struct{ f func() }
 
 const (
 	unused   uint32 = iota
-	touched         // somebody waits, or may: finish has work to do
+	touched         // somebody may wait for the end: finish has work to do
 	finished        // the handler returned
 )
 
 var _ context.Context = (*callContext)(nil)
 
-// state is the rare part, made by the first who needs it.
+// state is the callState, made by the first caller.
 func (c *callContext) state() *callState {
 	if st := c.rare.Load(); st != nil {
 		return st
@@ -60,8 +60,8 @@ func (c *callContext) state() *callState {
 	return c.rare.Load()
 }
 
-// Deadline is the parent's or, if sooner, the timeout's, counted from the first
-// call of Deadline: the sweeper, not this time, ends the context.
+// Deadline is the sooner of the parent's deadline and of the timeout, counted from the
+// first call of Deadline. It is an estimate: the sweeper ends the context.
 func (c *callContext) Deadline() (time.Time, bool) {
 	at, ok := c.parent.Deadline()
 	if c.timeout <= 0 {
@@ -97,7 +97,8 @@ func (c *callContext) Done() <-chan struct{} {
 	return st.done
 }
 
-// hookLocked follows the parent's end, and time if nobody else does.
+// hookLocked makes the end of the parent end the context, and starts the timer of a
+// selfTimed one.
 func (c *callContext) hookLocked(st *callState) {
 	if st.unhook == nil && c.parent.Done() != nil {
 		st.unhook = context.AfterFunc(c.parent, func() { c.end(c.parent.Err(), context.Cause(c.parent)) })
@@ -116,8 +117,8 @@ func (c *callContext) lookedLocked(st *callState, now time.Time) {
 	}
 }
 
-// waited is how long ago the call of a function looked at its context first; 0 if it did
-// not.
+// waited is how long ago the function first asked its context for Done, AfterFunc or
+// Deadline; 0 if it never did.
 func (c *callContext) waited() time.Duration {
 	st := c.rare.Load()
 	if st == nil {
@@ -147,11 +148,11 @@ func (c *callContext) Err() error {
 	return c.parent.Err()
 }
 
-// attemptKey is the key by which Attempt finds the callContext behind what wraps it.
+// attemptKey is the key by which Attempt finds the callContext behind derived contexts.
 type attemptKey struct{}
 
-// Value is the parent's, but for attemptKey, and for the key of the breaker that the call
-// probes.
+// Value is the parent's, except for attemptKey and for the gateKey of the breaker that
+// the call probes.
 func (c *callContext) Value(key any) any {
 	switch k := key.(type) {
 	case attemptKey:
@@ -167,17 +168,17 @@ func (c *callContext) Value(key any) any {
 // gateKey is the key by which a function finds that its caller is a probe of its own breaker.
 type gateKey struct{ breaker *circuit.Breaker }
 
-// probeCall is what a call probes.
+// probeCall is the breaker that a call probes, and its token.
 type probeCall struct {
 	gate  *circuit.Leaf
 	token circuit.Token
 }
 
-// Attempt is which attempt of its message the handler call of ctx is: 1 for the first, 0
-// if ctx is not, and does not come from, a handler's context. It counts the calls in this
-// process since the message was handed over, as the dead letter's Attempts do: calls that
-// ended by [Backoff] or a revoke are left out. In a function of [Protect] it is the
-// attempt of that call. The passive shape has no handler; see [Item.Attempt].
+// Attempt is the number of the attempt that a handler runs with ctx: 1 for the first, 0
+// if ctx does not come from a handler's context. It counts the message's calls in this
+// process since the message was handed over, like the Attempts of a dead letter. Calls that
+// ended with [Backoff] or because the source ended do not count. In a function of
+// [Protect] it is the attempt of that call. The passive shape has [Item.Attempt] instead.
 func Attempt(ctx context.Context) int {
 	c, ok := ctx.Value(attemptKey{}).(*callContext)
 	if !ok {
@@ -186,7 +187,7 @@ func Attempt(ctx context.Context) int {
 	return c.before + 1
 }
 
-// AfterFunc lets the context package derive contexts without a goroutine each.
+// AfterFunc lets the context package derive contexts without a goroutine for each.
 func (c *callContext) AfterFunc(f func()) (stop func() bool) {
 	call := &afterCall{f}
 	st := c.touch()
@@ -210,7 +211,7 @@ func (c *callContext) AfterFunc(f func()) (stop func() bool) {
 	}
 }
 
-// touch makes sure that finish ends the context, or ends it if finish was first.
+// touch makes finish end the context, or ends the context if finish has already run.
 func (c *callContext) touch() *callState {
 	if !c.use.CompareAndSwap(unused, touched) && c.use.Load() == finished {
 		c.end(context.Canceled, nil)
@@ -218,8 +219,8 @@ func (c *callContext) touch() *callState {
 	return c.state()
 }
 
-// finish ends the context once its handler has returned: one atomic swap, if
-// the handler never waited on it.
+// finish ends the context after its handler has returned. It costs one atomic swap, if
+// the handler never waited for the end.
 func (c *callContext) finish() {
 	if c.use.Swap(finished) == touched {
 		c.end(context.Canceled, nil)
@@ -227,8 +228,8 @@ func (c *callContext) finish() {
 }
 
 // end ends the context, once. The functions of AfterFunc each run in a goroutine
-// of their own, as the context package promises its users. A parent that is done
-// and has no error, against the rules, is taken for cancelled.
+// of their own, as the context package promises its users. If the parent is done but
+// has no error, against the rules, the context is cancelled.
 func (c *callContext) end(err, cause error) {
 	if err == nil {
 		err = context.Canceled
@@ -257,7 +258,7 @@ func (c *callContext) end(err, cause error) {
 	}
 }
 
-// why is the cause of the end, nil while it lasts.
+// why is the cause of the end, nil before the end.
 func (c *callContext) why() error {
 	st := c.rare.Load()
 	if st == nil {
@@ -268,8 +269,8 @@ func (c *callContext) why() error {
 	return st.cause
 }
 
-// callChunk is a run of contexts made by one allocation, for calls numbered from
-// base. The sweeper finds the context of a call by its number.
+// callChunk has the contexts of callsPerChunk calls, numbered from base, in one
+// allocation. The sweeper finds the context of a call by its number.
 type callChunk struct {
 	base uint64
 	ctx  [callsPerChunk]callContext
@@ -277,7 +278,7 @@ type callChunk struct {
 
 const callsPerChunk = 32
 
-// of is the context of a call, nil if the chunk is not its.
+// of is the context of a call, nil if the call is not in this chunk.
 func (c *callChunk) of(call uint64) *callContext {
 	if c == nil || call-c.base >= callsPerChunk {
 		return nil

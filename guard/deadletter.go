@@ -10,8 +10,8 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/credit"
 )
 
-// condemn dead-letters an item if the budget allows, else parks it until the
-// next credit may have come. Those that wait for one have it first.
+// condemn dead-letters an item if the budget allows, else lets the item wait until the next
+// credit may have come. Items that wait for a credit already get theirs first.
 func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
 	if it.permanent && c.owed.len() > 0 {
 		c.owed.at = now
@@ -21,15 +21,15 @@ func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
 		return
 	}
 	c.tally.Refused++
-	if it.permanent { // no handler call is spent on looking
+	if it.permanent { // no handler call is spent on waiting for a credit
 		c.queueUp(it, &c.owed, now+creditPoll, ReasonDLQ)
 		return
 	}
 	c.park(it, now+c.delay(max(it.attempts, 1)), ReasonDLQ)
 }
 
-// afford dead-letters an item if the budget allows. A guess pays from the smaller part of the
-// budget, and so does everything in a storm of the fleet but what its own error condemns.
+// afford dead-letters an item if the budget allows. A guess pays from the small balance. In a
+// storm of the fleet all items do, except those that their own error condemns.
 func (c *machine[M]) afford(now time.Duration, it *item[M]) bool {
 	class, reason := credit.Exhausted, poisonReason(it)
 	if c.guilty(now, it) && (it.class == ClassMessage || !c.fleetStorm.Active) {
@@ -57,14 +57,14 @@ func (c *machine[M]) afford(now time.Duration, it *item[M]) bool {
 	return false
 }
 
-// queueOf has items that wait for the same thing, oldest first. The first looks for all. An
-// item that something else was decided about is passed over.
+// queueOf is a queue of items that wait for the same thing, oldest first. The first item asks
+// for all. serve skips an item that does not wait in the queue any more.
 type queueOf[M any] struct {
 	fifo[*item[M]]
-	at time.Duration // when it looks
+	at time.Duration // when the first item asks
 }
 
-// queueUp parks an item behind others that wait for the same, or where it is in the queue.
+// queueUp lets an item wait at the end of a queue, or keeps its place if it has one.
 func (c *machine[M]) queueUp(it *item[M], q *queueOf[M], at time.Duration, why Reason) {
 	c.park(it, never, why)
 	if q.len() == 0 || at < q.at {
@@ -76,7 +76,8 @@ func (c *machine[M]) queueUp(it *item[M], q *queueOf[M], at time.Duration, why R
 	}
 }
 
-// serve gives the items of a queue what they wait for, until ask has the first one wait.
+// serve calls ask for each item of a queue, oldest first, until ask returns how long the item
+// has to wait.
 func (q *queueOf[M]) serve(now time.Duration, ask func(*item[M]) (wait time.Duration)) {
 	for q.len() > 0 && q.at <= now {
 		it := q.pop()
@@ -116,13 +117,14 @@ func (c *machine[M]) servePaced(now time.Duration) {
 	})
 }
 
-// queues tells whether an item waits in a queue, and not with a rule for a writer.
+// queues tells whether an item waits in owed or paced. An item that matches a rule, but has no
+// writer, waits in neither.
 func (it *item[M]) queues() bool {
 	return it.phase == retryWait && it.due == never && (it.paid || it.rule == nil)
 }
 
-// sentence dead-letters an item that has its credit, or lets it wait for the limit
-// of dead letters, behind others: that is no attempt, and nothing asks the handler again.
+// sentence dead-letters an item that has its credit, or lets it wait behind others for the limit
+// of dead letters. The wait is no attempt, and the handler is not called again.
 func (c *machine[M]) sentence(now time.Duration, it *item[M], why dlq.Reason) {
 	if c.letterPace != nil {
 		c.paced.at = now
@@ -145,28 +147,28 @@ func (c *machine[M]) sentence(now time.Duration, it *item[M], why dlq.Reason) {
 	c.deadLetter(it, why)
 }
 
-// refund gives back the credit of an item that is not dead-lettered after all, or
-// not at its own cost.
+// refund gives back the credit of an item that is not dead-lettered after all, or whose dead
+// letter costs no credit.
 func (c *machine[M]) refund(it *item[M]) {
 	c.unguess(it)
 	c.budget.Refund(it.credit)
 	it.credit, it.paid = credit.Paid{}, false
 }
 
-// earn brings the budget up to date with the successes.
+// earn tells the budget how many calls have succeeded.
 func (c *machine[M]) earn() { c.budget.Successes(c.total()) }
 
-// creditPoll is how often the first of those that wait for a credit looks for one.
+// creditPoll is how often the first item of owed asks for a credit.
 const creditPoll = 250 * time.Millisecond
 
-// byHandBatch is how many messages an operator's decision dead-letters at a time, so
-// that nothing waits for the source's lock for long.
+// byHandBatch is how many messages an operator's decision dead-letters at a time, so that no
+// goroutine waits long for the source's lock.
 const byHandBatch = 1024
 
-// failedWaiting is what an operator may dead-letter: the messages that have failed and
-// wait, with OrderNone all of them, otherwise the head of each lane and those that are
-// next to it. Where letters keep their place the head's letter keeps the others waiting.
-// They come as they are found; their ids are their order.
+// failedWaiting returns the messages that an operator may dead-letter: those that have failed
+// and wait. With OrderNone these are all such messages, else the head of each lane and the
+// failed messages next to it. With inPlace it is the head alone, because its dead letter keeps
+// the others waiting. The result is not sorted; the ids give the order.
 func (c *machine[M]) failedWaiting() (all []*item[M]) {
 	for _, l := range c.lanes {
 		for i, it := range l.front {
@@ -186,15 +188,14 @@ func (c *machine[M]) failedWaiting() (all []*item[M]) {
 	return all
 }
 
-// failedWaits tells whether an item has failed, and is with no handler or writer.
+// failedWaits tells whether an item has failed, and is with no handler and no writer.
 func (it *item[M]) failedWaits() bool {
 	return it.tries > 0 && (it.phase == waiting || it.phase == retryWait)
 }
 
-// deadLetterWaiting dead-letters up to n of the next messages of an operator's choice,
-// which needs neither proof nor credit, and returns those that are left. What does not
-// wait any more, or has another message in front of it, is left out. It looks through
-// the ready list once.
+// deadLetterWaiting dead-letters up to n of the messages that an operator chose, without proof or
+// credit, and returns the rest. It skips a message that does not wait any more, or has another
+// message in front of it. It walks through the ready list once.
 func (c *machine[M]) deadLetterWaiting(chosen []*item[M], n int) (rest []*item[M], done int) {
 	looked := 0
 	for _, it := range chosen {
@@ -217,7 +218,7 @@ func (c *machine[M]) deadLetterWaiting(chosen []*item[M], n int) (rest []*item[M
 	return chosen[looked:], done
 }
 
-// tidy takes out of the ready lists what has nothing to try any more.
+// tidy removes items and lanes from the ready lists that have nothing to try any more.
 func (c *machine[M]) tidy() {
 	for range c.again.len() {
 		if it := c.again.pop(); it.phase == waiting {
@@ -235,8 +236,8 @@ func (c *machine[M]) tidy() {
 	}
 }
 
-// deadLetter hands an item to the dead-letter writer. Its lane goes on at once, or
-// when the letter is confirmed.
+// deadLetter hands an item to the dead-letter writer. The item's lane goes on at once, with
+// inPlace when the letter is confirmed.
 func (c *machine[M]) deadLetter(it *item[M], why dlq.Reason) {
 	it.verdict = why
 	if c.inPlace && it.lane != nil {
@@ -249,16 +250,16 @@ func (c *machine[M]) deadLetter(it *item[M], why dlq.Reason) {
 	c.condemned = append(c.condemned, it)
 }
 
-// confirmed takes the news that an item's dead letter is confirmed; parked means
-// that it is no dead letter yet.
+// confirmed lets an item be acked whose dead letter is confirmed. parked means that the message
+// was parked, and is no dead letter yet.
 func (c *machine[M]) confirmed(now time.Duration, it *item[M], parked bool) {
 	it.dead = !parked
 	if parked {
 		c.tally.Parked++
 		c.rememberParked(now, it)
-		c.unguess(it) // it is not dead: the next guess is no later for it
+		c.unguess(it) // a parked message does not delay the next guess
 	}
 	delete(c.writing, it)
-	c.part(it) // no-op if its lane went on
+	c.part(it) // no-op if the lane has gone on
 	c.acks.push(it)
 }

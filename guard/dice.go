@@ -9,10 +9,10 @@ import (
 	"sync"
 )
 
-// drawSeed is where the seed of a Guard comes from that WithSeed does not give.
+// drawSeed makes the seed of a Guard without WithSeed.
 var drawSeed = rand.Uint64
 
-// dice is where jitter comes from. It is safe for concurrent use.
+// dice makes the random numbers for jitter. It is safe for concurrent use.
 type dice struct {
 	mu   sync.Mutex
 	rand *rand.Rand
@@ -32,7 +32,7 @@ func (d *dice) Int64N(n int64) int64 {
 	return d.rand.Int64N(n)
 }
 
-// newRand is an epoch's own: what other sources draw does not change it.
+// newRand makes the random generator of one epoch. Other sources do not change its numbers.
 func (g *Guard) newRand(source string, epoch uint64) *rand.Rand {
 	h := fnv.New64a()
 	_, _ = h.Write([]byte(source))

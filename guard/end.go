@@ -11,24 +11,23 @@ import (
 	"time"
 )
 
-// lastCall is how long End waits, once its context is over, for handlers that
-// heed theirs.
+// lastCall is how long End goes on waiting after its context is over, for handlers that heed
+// their own context.
 const lastCall = 250 * time.Millisecond
 
-// endSays is how long End waits before it logs for what.
+// endSays is how long End waits before it logs what it waits for.
 const endSays = 2 * time.Second
 
-// End ends the source and this epoch: it stops intake, lets what is in flight
-// finish (with [ReasonRebalance] it cancels handlers at once), waits for dead
-// letters that are being written, gives everything else back through
-// [Port.Return], flushes, and fences: no port call comes after it returns.
+// End ends the source and this epoch. It stops intake, waits for handlers that run and for dead
+// letters that are being written, gives all other messages back through [Port.Return], and
+// flushes. No port call comes after End has returned. With [ReasonRebalance] it does not wait for
+// handlers to finish, but cancels them at once.
 //
-// When ctx ends first, handlers are cancelled, and what does not return shortly
-// after is left and reported: a handler that ignores its context cannot be
-// killed. Its message stays unsettled, so the broker delivers it again.
+// If ctx ends first, End cancels the handlers. 250 ms later it goes on without the calls that have
+// not returned, and reports their messages: a handler that ignores its context cannot be killed.
+// Such a message stays unsettled, so the broker delivers it again.
 //
-// Later calls wait for the first and return its report; whichever context ends
-// first counts.
+// Later calls wait for the first call and return its report. The context that ends first counts.
 func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	s.mu.Lock()
 	if e := s.ending; e != nil {
@@ -75,7 +74,7 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 			err = s.port.Return(rest, why)
 		}
 		select {
-		case <-e.done: // End did not wait for Return
+		case <-e.done: // End has not waited for Return
 		default:
 			err = errors.Join(err, s.port.Flush())
 		}
@@ -86,7 +85,7 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	}
 	s.mu.Lock()
 	s.g.keep(s.cfg.Name, s.keepLocked(s.g.now()))
-	s.c.suspects, s.left = nil, true // they are the next epoch's now
+	s.c.suspects, s.left = nil, true // the suspects are the next epoch's now
 	s.mu.Unlock()
 	s.g.unregister(s.cfg.Name, s)
 	s.flowed()
@@ -111,14 +110,14 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	return e.report
 }
 
-// sayEnds logs what End waits for, and for how long it does at most.
+// sayEnds logs what End waits for, and for how long at most.
 func (s *Source[M]) sayEnds(ctx context.Context, why Reason) {
 	now := s.g.now()
 	s.mu.Lock()
 	a, letters := s.accountLocked(now), len(s.c.writing)
 	s.mu.Unlock()
 	if a.Processing+a.Settling == 0 {
-		return // it waits for nobody's message
+		return // End waits for no message
 	}
 	args := []any{"source", s.cfg.Name, "reason", why.String(), "handlers", a.Processing, "dead_letters", letters}
 	if at, ok := ctx.Deadline(); ok {
@@ -127,8 +126,8 @@ func (s *Source[M]) sayEnds(ctx context.Context, why Reason) {
 	s.g.journal.say(now, line{slog.LevelWarn, lineEnds, s.topic(), false, args})
 }
 
-// within runs f and tells whether it returned before End stopped waiting;
-// otherwise it goes on by itself.
+// within runs f and tells whether f returned before End stopped waiting. Otherwise f goes on by
+// itself.
 func (e *ending) within(f func()) bool {
 	done := make(chan struct{})
 	go func() {
@@ -138,7 +137,7 @@ func (e *ending) within(f func()) bool {
 	select {
 	case <-done:
 		return true
-	case <-e.over: // maybe long ago, for another's sake
+	case <-e.over: // maybe closed long ago, because of another call
 	}
 	late := time.NewTimer(lastCall)
 	defer late.Stop()
@@ -150,8 +149,8 @@ func (e *ending) within(f func()) bool {
 	}
 }
 
-// settleLate acks what was confirmed after the loop had gone. It counts by itself:
-// a loop that End waits for no longer may still count.
+// settleLate acks dead letters that were confirmed after the loop had ended. It has its own count
+// of acks, because a loop that End no longer waits for may still use s.acks.
 func (s *Source[M]) settleLate() {
 	for acks := 0; ; {
 		s.mu.Lock()
@@ -168,7 +167,8 @@ func (s *Source[M]) settleLate() {
 	}
 }
 
-// overdue cancels handlers and gives them the last call: End's context is over.
+// overdue runs when End's context is over: it cancels the handlers, which then have lastCall to
+// return.
 func (s *Source[M]) overdue() {
 	s.mu.Lock()
 	cancel := s.cancel
@@ -179,7 +179,7 @@ func (s *Source[M]) overdue() {
 	s.nudge()
 }
 
-// abandonHung makes End go on without what has not returned.
+// abandonHung makes End go on without the calls that have not returned.
 func (s *Source[M]) abandonHung() {
 	s.mu.Lock()
 	if !s.hung {
@@ -190,7 +190,7 @@ func (s *Source[M]) abandonHung() {
 	s.cond.Broadcast()
 }
 
-// awaitLoops waits until the loop, the workers and all port calls are gone.
+// awaitLoops waits until the loop, the workers and all port calls have ended, or abandonHung runs.
 func (s *Source[M]) awaitLoops() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -199,8 +199,8 @@ func (s *Source[M]) awaitLoops() {
 	}
 }
 
-// pendingLocked tells whether something of a source without a loop (a passive
-// one, or one whose Run has returned) still has to finish.
+// pendingLocked tells whether a handler call or an ack still has to finish in a source without a
+// loop: a passive one, or one whose Run has returned.
 func (s *Source[M]) pendingLocked() bool {
 	if s.giveUp {
 		return false
@@ -208,11 +208,11 @@ func (s *Source[M]) pendingLocked() bool {
 	return s.c.count[processing] > 0 || s.c.count[settling] > s.c.acks.len()+len(s.c.undone)
 }
 
-// fence stops all port calls but End's own, and takes out what is left.
+// fence stops all port calls but End's own, and takes out the messages that are left.
 func (s *Source[M]) fence(e *ending) []M {
 	s.fenced.Store(true)
-	// A port call is announced before its caller looks at the fence, so one that
-	// began before it is seen here.
+	// A caller announces its port call before it looks at the fence. So a call that began before
+	// the fence is seen here.
 	for pause := time.Microsecond; s.calling(); pause *= 2 {
 		if pause >= time.Second {
 			e.report.Err = s.hangs()
@@ -222,7 +222,7 @@ func (s *Source[M]) fence(e *ending) []M {
 	}
 	now := s.g.now()
 	s.mu.Lock()
-	defer s.unlock(now) // it tells others of the scope of a probe that is free
+	defer s.unlock(now) // tells other sources of the scope if a probe is free
 	defer s.nudge()
 	rest, kept := s.c.drain(now)
 	more, left := s.leaveSpillLocked()
@@ -240,7 +240,8 @@ func (s *Source[M]) fence(e *ending) []M {
 		s.giveBackLocked(len(more))
 	}
 	for _, it := range s.c.busy {
-		s.c.exclude(now, it) // its outcome will be nobody's: the scope's next epoch need not wait out its lease
+		// Its outcome will not count, so the scope's next epoch need not wait until its lease ends.
+		s.c.exclude(now, it)
 		e.report.Left = append(e.report.Left, Left{"processing", now - it.at, "its handler has not returned"})
 	}
 	for _, it := range s.c.going {

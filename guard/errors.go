@@ -16,33 +16,33 @@ var (
 	// ErrClosed means that the Guard or the Source has ended.
 	ErrClosed = errors.New("guard: closed")
 
-	// errHeld is what each [*HeldError] wraps.
+	// errHeld is wrapped by each [*HeldError].
 	errHeld = errors.New("guard: source on hold")
 
-	// ErrFull means that a window has no room for one more message. Nothing was
-	// taken; offer it again after [Port.Demand] named room. While something moves,
-	// room of less than half of the window is not told.
+	// ErrFull means that a window has no room for one more message. The message was
+	// not taken: offer it again after a [Port.Demand] above 0. While messages move,
+	// that call comes only when half of the window is free.
 	ErrFull = errors.New("guard: window full")
 
 	// ErrTimeout is the failure of a handler that returned an error after
-	// [Policy.Timeout], joined with that error. Its context then ended with
+	// [Policy.Timeout], joined with that error. The handler's context had ended with
 	// [context.DeadlineExceeded].
 	ErrTimeout = errors.New("guard: handler timeout")
 
-	// ErrTakenBack is what [Port.Ack] returns for a message that its handler ignored
-	// and that the adapter keeps, to hand it over again later: it is counted as
-	// returned, and neither as ignored nor as an ack that failed. It keeps its attempts.
-	// An adapter that gives [Ignore] of it to [Source.Done] also says that the program
-	// did not have the message, which so tells nothing.
+	// ErrTakenBack is returned by [Port.Ack] for a message that its handler ignored and
+	// that the adapter keeps, to hand it over again later. The message counts as
+	// returned, not as ignored and not as a failed ack. It keeps its attempts. In the
+	// passive shape an adapter may pass [Ignore](ErrTakenBack) to [Source.Done]: then
+	// the program did not have the message, and the outcome proves nothing.
 	ErrTakenBack = errors.New("guard: taken back by the adapter")
 
-	// errRevoked is the [context.Cause] of a handler's context whose source was
-	// taken away.
+	// errRevoked is the [context.Cause] of a handler's context after the broker took the
+	// source away.
 	errRevoked = errors.New("guard: source revoked")
 )
 
-// Must returns v, and panics with err if that is not nil: for the start of a program,
-// where nothing can go on without v.
+// Must returns v, and panics if err is not nil. It is for the start of a program that
+// cannot run without v.
 //
 //	g := guard.Must(guard.New(guard.Config{Group: "orders"}))
 func Must[T any](v T, err error) T {
@@ -52,15 +52,15 @@ func Must[T any](v T, err error) T {
 	return v
 }
 
-// HeldError tells why a call was refused. A handler of a source
-// that returns one, as from a [Func] that it calls, has not failed: the source waits
-// for Until as after [Backoff], 30s at most, or 1s where a person has to clear the reason.
-// A function that was called and refused a further try returns the error of its call instead.
+// HeldError tells why the guard refused a call. A handler of a source may return the
+// HeldError of a [Func] that it calls. That is no failure: the source waits for Until as
+// after [Backoff], at most 30s, or at most 1s if a person has to clear the reason. If a
+// Func refuses only a retry, it returns the error of the call before instead.
 type HeldError struct {
 	Source string
 	Reason Reason
-	// Until is how long to wait before it is worth asking again; 0 means that
-	// somebody has to clear the reason first.
+	// Until is how long to wait before the next call. 0 means that somebody has to clear
+	// the reason first, or, with ReasonBreaker, that a probe may be made now.
 	Until time.Duration
 }
 
@@ -68,19 +68,20 @@ func (e *HeldError) Error() string {
 	return fmt.Sprintf("guard: source %s on hold: %s", e.Source, e.Reason)
 }
 
-// Unwrap returns what errors of all holds have in common.
+// Unwrap returns an error that all HeldErrors share.
 func (*HeldError) Unwrap() error { return errHeld }
 
-// heldPoll is how long a handler is left alone at most whose call was refused for a
-// reason that somebody has to clear, and heldMost for any other: somebody may clear that,
-// too, before its time.
 const (
+	// heldPoll is the longest wait after a refusal whose reason a person has to clear.
 	heldPoll = time.Second
+	// heldMost is the longest wait after any other refusal: somebody may clear its reason
+	// early.
 	heldMost = 30 * time.Second
 )
 
-// worthAsking is Until within those bounds. A breaker that may be probed now says 0:
-// Retry.Base is enough then.
+// worthAsking is Until, limited to heldMost, or to heldPoll for an operator's pause. It is
+// heldPoll if Until is 0, except for a breaker that may be probed now: there it is 0, and
+// the wait is Retry.Base.
 func (e *HeldError) worthAsking() time.Duration {
 	switch {
 	case e.Reason == ReasonBreaker:
@@ -95,13 +96,13 @@ func (e *HeldError) worthAsking() time.Duration {
 
 // PanicError is the failure of a handler that panicked.
 type PanicError struct {
-	Value any    // what was passed to panic
+	Value any    // the argument of panic
 	Stack []byte // of the panicking goroutine
 }
 
 func (e *PanicError) Error() string { return fmt.Sprintf("guard: handler panicked: %v", e.Value) }
 
-// Unwrap gives the panic's value when it was an error.
+// Unwrap returns the panic's value if it is an error, else nil.
 func (e *PanicError) Unwrap() error {
 	err, _ := e.Value.(error)
 	return err
@@ -114,28 +115,28 @@ type GoexitError struct {
 
 func (*GoexitError) Error() string { return "guard: handler called runtime.Goexit" }
 
-// Permanent marks a failure that no retry can mend: the message is
-// dead-lettered now, also while the breaker is not closed, as far as the budget
-// for permanent failures allows. It says nothing about the dependency's health.
-// Permanent(nil) is nil.
+// Permanent marks an error that no retry can repair. The message is dead-lettered at
+// once, also while the breaker is not closed, if the budget for permanent failures
+// allows it. Permanent says nothing about the dependency's health. Permanent(nil) is
+// nil.
 func Permanent(err error) error { return mark(err, permanent, time.Time{}) }
 
-// Backoff says that nothing is wrong with the message, but the dependency asked
-// for time (an HTTP 429, a maintenance window): the source is held until then
-// and the message is handled again without having cost an attempt. A time that
-// has passed means Retry.Base; more than 1 h ahead is taken as 1 h.
-// Backoff(nil, t) is nil.
+// Backoff marks an error as no fault of the message: the dependency asked for time (an
+// HTTP 429, a maintenance window). The source is held until the given time. Then the
+// message is handled again, and the call has cost no attempt. A time in the past means
+// to wait Retry.Base; a time more than 1 h ahead counts as 1 h. Backoff(nil, t) is nil.
 func Backoff(err error, until time.Time) error { return mark(err, backoff, until) }
 
-// Unavailable says that a dependency is down: a failure of [ClassDependency]. It
-// counts in the breaker and is retried like any failure, but never dead-letters its
-// message. Unavailable(nil) is nil.
+// Unavailable marks an error of a dependency that is down: a failure of
+// [ClassDependency]. It counts in the breaker and is retried like any failure, but
+// never dead-letters its message. Unavailable(nil) is nil.
 func Unavailable(err error) error { return mark(err, failure, time.Time{}) }
 
-// Ignore acks the message although the handler failed. Ignore(nil) is nil.
+// Ignore marks an error to be ignored: the guard acks the message although its handler
+// failed. Ignore(nil) is nil.
 func Ignore(err error) error { return mark(err, ignore, time.Time{}) }
 
-// outcome is what a handler's return means.
+// outcome is the meaning of a handler's return.
 type outcome uint8
 
 const (
@@ -144,14 +145,14 @@ const (
 	permanent
 	backoff
 	ignore
-	cancelled // the source was taken away under the handler: nobody's fault
+	cancelled // the source or the caller ended the call, or no call was made: no failure
 )
 
-// maxBackoff bounds what a handler or a limiter may ask for: a unit mistake must not
-// stop a source for a year, nor "never" reach beyond the end of the clock.
+// maxBackoff bounds the wait that a handler or a limiter may ask for. A mistaken unit must
+// not stop a source for a year, and a very long wait must not overflow the clock.
 const maxBackoff = time.Hour
 
-// soon is d after now, or maxBackoff if that is less: d is a user's.
+// soon is now plus d, which comes from a user: more than maxBackoff counts as maxBackoff.
 func soon(now, d time.Duration) time.Duration { return now + min(d, maxBackoff) }
 
 type markedError struct {
@@ -170,8 +171,8 @@ func mark(err error, word outcome, until time.Time) error {
 	return &markedError{err: err, word: word, until: until}
 }
 
-// sound makes sure that an error can be looked at: one whose methods panic, such as
-// a nil pointer in an interface, becomes one that says so.
+// sound returns an error whose methods are safe to call. If those of err panic, as with
+// a nil pointer in an interface, it returns an error that says so.
 func sound(err error) (safe error) {
 	defer func() {
 		if v := recover(); v != nil {
@@ -183,9 +184,9 @@ func sound(err error) (safe error) {
 	return err
 }
 
-// classify finds the outermost mark: the code nearest the guard has the last
-// word. A panic is a failure whatever it was called with. A [HeldError] without a mark
-// is a guard's refusal and no outcome: it is a backoff for as long as that says.
+// classify finds the outermost mark: the code nearest to the guard decides. A panic is a
+// failure, whatever its value is. A [HeldError] without a mark is a refusal of a guard,
+// not an outcome: it counts as a backoff for its worthAsking time.
 func classify(err error) (outcome, time.Time) {
 	if err == nil {
 		return success, time.Time{}
@@ -199,27 +200,27 @@ func classify(err error) (outcome, time.Time) {
 	return failure, time.Time{}
 }
 
-// result is how a handler call ended. It is read off the error before the source's
-// lock is taken, since to look into an error is to run its author's code.
+// result is how a handler call ended. It is made from the error before the source's lock
+// is taken: the error's methods are the user's code.
 type result struct {
 	word  outcome
-	until time.Time // of a backoff
-	class Class     // of a failure
-	name  string    // of its message, see identity; empty if it has one
-	known bool      // … which is that message for certain
-	last  bool      // the broker will not deliver it again
+	until time.Time // end of the backoff
+	class Class     // class of the failure
+	name  string    // the message's name, see identity; empty if the item has a name already
+	known bool      // name belongs to this message for certain
+	last  bool      // the broker will not deliver the message again
 	err   error
-	words dlq.ErrorInfo // of err, if it is a failure or asks for time
-	stack []byte        // of a panic or a Goexit
+	words dlq.ErrorInfo // describes err of a failure or a backoff
+	stack []byte        // stack of a panic or a Goexit
 
-	rule *dlq.Rule // of the quarantine, about the failure's cause; nil for none
+	rule *dlq.Rule // the quarantine's rule about the failure's cause; nil for none
 
-	panicked  bool // or called Goexit
+	panicked  bool // the handler panicked or called Goexit
 	timedOut  bool
-	takenBack bool // its adapter ignores the message, and no handler had it
+	takenBack bool // the adapter keeps the message (ErrTakenBack), and no handler had it
 }
 
-// resultOf looks into err, nil for a success.
+// resultOf makes the result of err; a nil err is a success.
 func resultOf(err error, stack []byte) result {
 	r := result{err: err, stack: stack}
 	if err == nil {
@@ -240,8 +241,8 @@ func resultOf(err error, stack []byte) result {
 	return r
 }
 
-// find is [errors.AsType], but what a panic was called with is not looked at: also
-// behind another error, as after a timeout.
+// find is [errors.AsType], but never looks at the value of a panic, also if the
+// [PanicError] is wrapped, as after a timeout.
 //
 //nolint:errorlint,gocritic // it walks the tree itself; E may be a PanicError
 func find[E error](err error) (found E, ok bool) {

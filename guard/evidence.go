@@ -16,63 +16,64 @@ import (
 //
 //	class   its error says that the message is at fault, or its handler said
 //	        Permanent;
-//	life    it failed, others succeeded, and it failed again, at least twice
+//	life    it failed, others succeeded, it failed again at least twice
 //	        (proofs), and its attempts are used up;
-//	guess   nothing can be compared: all that is here has failed, and nothing
-//	        has come and nothing succeeded for Retry.Patience.
+//	guess   nothing can be compared: all messages here have failed, and for
+//	        Retry.Patience no message has come and none has succeeded.
 //
 // An error that says that the dependency is down never condemns its message.
 //
-// Life comes from whatever shares the breaker's scope: other keys, other sources, a
-// health check. In a lane whose head stops everything there is no such life, so the
-// guard looks behind the head: it tries a message further back, once, and the head
-// before and after it. A message that succeeds is the proof of life; all in front of
-// it then have the last word: the rest of their attempts, in order. Those that
-// succeed were overtaken by one message, those that fail are poison. A look that
-// finds no life is the sign of an outage: it opens the breaker. A probe of an open
-// breaker is such a look, too.
+// Proof of life comes from everything that shares the breaker's scope: other keys, other
+// sources, a health check. A failing head stops its lane, which then shows no life. So the
+// guard looks behind the head: it tries a message further back once (the witness), and the
+// head before and after the witness. A witness that succeeds is the proof of life. All
+// messages in front of it then have the last word: the rest of their attempts, in order.
+// Those that succeed were overtaken by one message; those that fail are poison. A look that
+// finds no life is the sign of an outage, and opens the breaker. A probe of an open breaker
+// is such a look, too.
 
-// proofs is how often a message must fail after a proof of life: once may be the
-// beginning of the next outage.
+// proofs is how often a message must fail after a proof of life: a single failure may be
+// the beginning of the next outage.
 const proofs = 2
 
-// proofFresh is how long ago a success may be for a message that fails after it to have
-// the last word: what comes later may be the next outage.
+// proofFresh is the greatest age of a success that gives the last word to a message that
+// fails after it: a later failure may belong to the next outage.
 const proofFresh = 5 * time.Second
 
-// chance bounds how many healthy messages a dependency that fails at random may
-// cost: a message gets so many attempts that all fail by chance once in a million.
-// mostAttempts bounds that number.
+// chance bounds how many healthy messages a dependency that fails at random may cost: a
+// message gets so many attempts that all fail by chance once in a million. mostAttempts
+// bounds the number of attempts.
 const (
 	chance       = 1e-6
 	mostAttempts = 30
 )
 
 const (
-	// maxLook is how many messages behind its head a look tries at most, and so how
-	// much adjacent poison passes by proof. maxGroup bounds a group, as a power of 2.
+	// maxLook is how many messages behind the head a look tries at most, and so how many
+	// adjacent poison messages it can prove. maxGroup bounds a group, as a power of 2.
 	maxLook  = 64
 	maxGroup = 3
-	// lookDelay bounds the delay between groups: it is how long a recovery may go
+	// lookDelay bounds the delay between groups, and so how long a recovery may stay
 	// unseen. lookAfter is how long a breaker is open before its probes look.
 	lookDelay = 900 * time.Millisecond
 	lookAfter = time.Second
 	// lookRate is how many calls a second the looks of an open breaker may make.
 	lookRate = 3
-	// leastSteps and maxSteps bound a look beside, in steps of doubling length.
+	// leastSteps and maxSteps bound the steps of lookBeside. Each step is twice as long
+	// as the one before.
 	leastSteps = 3
 	maxSteps   = 6
 	// lookShare is the share of a probe's interval, as 1/n, that the calls of its look
-	// may take: a recovery that falls between two of them costs the order.
+	// may take. After a recovery between two of these calls a message overtakes others.
 	lookShare = 40
-	// fewUntried is the share, as 1/n, of what is here that may be untried where one
-	// success proves life for all the rest.
+	// fewUntried is a share, as 1/n, of the messages here: while more of them are
+	// untried, one success does not prove life for all.
 	fewUntried = 8
-	// maxDoubt bounds how often the patience before a guess is doubled: for each other
-	// message that fails, too. With the default Patience it is 11 minutes then.
+	// maxDoubt bounds how often the patience before a guess doubles: once for each other
+	// failing message. At the bound it is 11 minutes with the default Patience.
 	maxDoubt = 6
-	// quietGaps is how many times as long as the longest wait for a message in this
-	// trouble a source must be quiet before a guess.
+	// quietGaps is how long a source must be quiet before a guess, as a multiple of the
+	// longest time between two messages since a success.
 	quietGaps = 4
 	// maxGuessShift bounds the doubling of the time between guesses: 3 hours with
 	// the default Patience.
@@ -98,18 +99,18 @@ func (c *machine[M]) life() (n uint64) {
 	return n
 }
 
-// watchEvery is how often life is looked at while a message that has failed waits.
+// watchEvery is how often the sweep watches life while a failed message waits.
 const watchEvery = time.Second
 
-// stale is for how long a proof of life counts: a message that uses it fails twice, and
-// its source may be taken away meanwhile.
+// stale is how long a proof of life counts: long enough for a message to fail twice, even if
+// its source is taken away meanwhile.
 func (c *machine[M]) stale() time.Duration {
 	return proofFresh + proofs*(c.policy.Retry.Max+2*max(c.policy.Timeout, c.took))
 }
 
-// watch looks at life, and keeps when it stood still for so long that what happened
-// before may have been another outage. Life that nobody has watched is taken to have
-// moved: messages lose no proof for want of a look. It is the sweep's and weigh's.
+// watch reads life, and notes when life has stood still for longer than stale: failures before
+// that may belong to another outage. If life was not watched for proofFresh, it counts as
+// moved, so that messages do not lose a proof. Only sweep and weigh call watch.
 func (c *machine[M]) watch(now time.Duration) (life uint64) {
 	life = c.life()
 	switch {
@@ -128,8 +129,8 @@ func (c *machine[M]) watch(now time.Duration) (life uint64) {
 	return life
 }
 
-// open tells that the breaker lets nothing through but probes that ask whether the
-// dependency is back.
+// open tells that the breaker lets only those probes through that ask whether the dependency
+// is back.
 func (c *machine[M]) open() bool { return !c.closed() && !c.gate.Passing() }
 
 // stormy tells that there is a storm, here or in the fleet.
@@ -153,9 +154,9 @@ func (c *machine[M]) guilty(now time.Duration, it *item[M]) bool {
 	}
 }
 
-// evidence tells whether an item's last failure is evidence against the dependency.
-// That of a message that fails while others succeed is not; if it says that the
-// dependency is down, its own part of it is, such as one customer's address.
+// evidence tells whether an item's last failure is evidence against the dependency. A failure
+// while other messages succeed is not. If its error says that the dependency is down, then only
+// a part is down that this message needs, such as one customer's address.
 func (it *item[M]) evidence() bool {
 	switch it.class {
 	case ClassDependency:
@@ -167,12 +168,12 @@ func (it *item[M]) evidence() bool {
 	}
 }
 
-// lifeless tells whether calls have failed for so long, and none has succeeded.
+// lifeless tells whether calls have failed for at least since, and none has succeeded.
 func (c *machine[M]) lifeless(now, since time.Duration) bool {
 	return now-max(c.provedAt, c.movedAt, c.failingAt) >= since
 }
 
-// weigh keeps a failed call and what it proves about the message.
+// weigh records a failed call and what it proves about the message.
 func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 	c.tally.Failures++
 	switch {
@@ -191,13 +192,13 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 	c.took = now - it.started
 	life := c.watch(now)
 	if r.class == ClassUnknown && it.afterAt < c.stillAt {
-		it.after, it.own = 0, 0 // what it failed after was before an outage, and may have been its beginning
+		it.after, it.own = 0, 0 // those failures may have been the beginning of an outage
 	}
 	if r.class == ClassDependency && c.lifeless(now, proofFresh) {
-		it.takeWord(0) // it is down for all, and not for this message alone
+		it.takeWord(0) // the dependency is down for all, not for this message alone
 	}
 	switch {
-	case it.witness(): // it is asked for others, and judged in its own turn
+	case it.witness(): // a witness is tried for others, and judged in its own turn
 		it.alive = false
 	case (it.tries > 1 || it.cameBack) && it.life > max(it.luck, c.spentLife):
 		it.alive = true
@@ -208,7 +209,7 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 		}
 	default:
 		if it.lastWord && now-it.wordAt > c.stale() {
-			it.takeWord(0) // it waited for so long that this may be the next outage
+			it.takeWord(0) // the item waited for so long that this may be the next outage
 		}
 		it.alive = it.lastWord
 	}
@@ -234,16 +235,16 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 	c.keepBurst(it)
 }
 
-// report tells the breaker and the detector of a failed call, and goes on with a
-// look if it can. It tells whether a look goes on: then there is nothing to decide yet.
+// report tells the breaker and the storm detector of a failed call, and goes on with a look if
+// it can. goesOn means that a look goes on: there is nothing to decide yet.
 func (c *machine[M]) report(now time.Duration, it, head *item[M]) (goesOn bool) {
-	first := it.tries == 1 && c.beside == nil // what was parked has failed before
+	first := it.tries == 1 && c.beside == nil // a parked message has failed before
 	witness := it.witness()
-	if witness { // whatever follows, the head is up again
+	if witness { // in any case the head is up again
 		c.move(it, waiting)
 		it.lane.turn = 0
 	}
-	asks := it.probe && !c.gate.Passing() && it.evidence() // whether the dependency is back
+	asks := it.probe && !c.gate.Passing() && it.evidence() // the probe asks whether the dependency is back
 	switch {
 	case asks:
 		if it.class == ClassUnknown && !it.slow && c.look(now, it, head, witness, true) {
@@ -254,7 +255,7 @@ func (c *machine[M]) report(now time.Duration, it, head *item[M]) (goesOn bool) 
 	case !first || witness && it.mute:
 	case !it.probe:
 		c.storm.Failure(now)
-	case c.gate.Passing(): // it carries a part of the load: a message counts once, as on the closed path
+	case c.gate.Passing(): // probes carry load: a message counts once, as on the closed path
 		c.storm.Probe(now, false)
 	}
 	switch {
@@ -266,7 +267,7 @@ func (c *machine[M]) report(now time.Duration, it, head *item[M]) (goesOn bool) 
 	case it.probe:
 		c.gate.FailureOf(now, it.token, first, it.id)
 	case witness, it.slow, it.after > 0, it.doubted, !first && it.lane != nil && it.lane.witnesses() > 0:
-		// A look will tell, or has told.
+		// A look will show what it means, or has shown it.
 	default:
 		c.gate.FailureOf(now, it.token, first, it.id)
 	}
@@ -284,11 +285,11 @@ func (c *machine[M]) report(now time.Duration, it, head *item[M]) (goesOn bool) 
 	return false
 }
 
-// inVain tells whether a suspect and all that could be tried behind it have failed, or
-// as many behind the heads of all lanes. Where nothing behind it may be tried, its own
-// attempts must do, and that nothing else has succeeded between them. An error that says
-// that the dependency is down needs no look, but that nothing has succeeded for
-// proofFresh: the breaker need not wait for more calls of a head that was taken for poison.
+// inVain tells whether a look has found no life: the head is exhausted, and all witnesses that
+// could be tried behind it have failed, or maxLook witnesses of all lanes. If no message behind
+// a head may be tried, its own attempts are enough, unless something succeeded between them. If
+// the error says that the dependency is down, no look is needed, only that nothing has succeeded
+// for proofFresh: the breaker need not wait for more calls of a head that was taken for poison.
 func (c *machine[M]) inVain(now time.Duration, head *item[M]) bool {
 	l := head.lane
 	switch {
@@ -305,19 +306,19 @@ func (c *machine[M]) inVain(now time.Duration, head *item[M]) bool {
 	}
 }
 
-// looks tells whether messages behind a head may be tried at all: without a dead-letter
-// writer it would help nobody, and where letters keep their place it proves nothing.
+// looks tells whether messages behind a head may be tried at all. Without a dead-letter writer
+// a look would not help, and with inPlace it would prove nothing.
 func (c *machine[M]) looks() bool { return c.letters && !c.inPlace && !c.policy.StrictOrder }
 
-// round is the look of a probe: its token goes on to the next message.
+// round is the look of a probe: the probe's token goes on to the next message.
 type round struct {
 	token       circuit.Token
 	on          bool // the token waits for the next message
-	step, depth int  // of a look at other lanes
+	step, depth int  // steps that lookBeside has made, and may make
 }
 
-// look goes on with another message after it failed, and tells whether there is one:
-// that message is up next. A probe that asks for life keeps its token for it.
+// look goes on with another message after an item has failed, and tells whether there is one:
+// that message is up next. A probe that asks for life keeps its token for that message.
 func (c *machine[M]) look(now time.Duration, it, head *item[M], witness, asks bool) bool {
 	l := it.lane
 	switch {
@@ -329,16 +330,15 @@ func (c *machine[M]) look(now time.Duration, it, head *item[M], witness, asks bo
 	return false
 }
 
-// lookBehind tries the messages behind a lane's head, once the head was asked: those
-// next to it first, since what it finds healthy has overtaken all that is in front of
-// it. While the breaker lets messages through it does so in groups of 1, 2, 4 and 8,
-// with the head's delays between them, and goes on from group to group. A probe that
-// asks for life begins anew.
+// lookBehind tries the messages behind a lane's head after the head was tried. Those next to
+// the head are first, because a healthy message overtakes all messages in front of it. While the
+// breaker lets messages through, lookBehind tries groups of 1, 2, 4 and 8, with the head's delays
+// between them, and goes on from group to group. A probe that asks for life begins anew.
 func (c *machine[M]) lookBehind(now time.Duration, l *lane[M], it *item[M], witness, asks bool) bool {
 	switch {
 	case !witness:
 	case it.mute && asks:
-		l.from-- // it is no witness any more, so the next one has its number
+		l.from-- // a mute item is no witness any more: the next one has its number
 	case it.mute:
 	case !asks:
 		l.looks++
@@ -377,14 +377,14 @@ func (c *machine[M]) lookBehind(now time.Duration, l *lane[M], it *item[M], witn
 	return true
 }
 
-// lookBeside lets a probe go on with another lane, or with OrderNone another message:
-// 1, 2, 4 … places on, since one next to a poison message is often poison, too. The
-// longer the time between probes, the more, from leastSteps to maxSteps.
+// lookBeside lets a probe go on with another lane, or with OrderNone with another message. Its
+// steps are 1, 2, 4 and more places long, because a message next to poison is often poison, too.
+// It makes leastSteps to maxSteps steps: more if the time between probes is longer.
 func (c *machine[M]) lookBeside(now time.Duration, it *item[M]) bool {
 	r := &c.round
 	if r.step == 0 {
 		r.depth = maxSteps
-		if !c.gate.Held() { // else each process's turn comes seldom
+		if !c.gate.Held() { // in a fleet's hold the turn of a process comes seldom: maxSteps
 			period := c.policy.Breaker.PeriodAfter(mostAttempts, now-c.shutAt)
 			r.depth = int(max(leastSteps, min(period*lookRate/time.Second, maxSteps)))
 		}
@@ -403,14 +403,14 @@ func (c *machine[M]) handOn(it *item[M]) {
 	c.round.on, c.round.token = true, it.token
 }
 
-// roundOver ends the round of a probe that was settled; a token that waits is another's.
+// roundOver ends the round of a settled probe. A token that waits is of another probe.
 func (c *machine[M]) roundOver() {
 	if !c.round.on {
 		c.round = round{}
 	}
 }
 
-// endLook ends a look that did not come to its end: the probe has failed.
+// endLook ends a look early: its probe has failed.
 func (c *machine[M]) endLook(now time.Duration, l *lane[M]) {
 	if c.round.on { // else the message that has the token goes on with the look
 		c.gate.Failure(now, c.round.token, false)
@@ -422,19 +422,19 @@ func (c *machine[M]) endLook(now time.Duration, l *lane[M]) {
 	}
 }
 
-// mayLook tells whether a message behind a lane's head may be tried: the head has had
-// its attempts, its errors say nothing, and nothing else can tell. Of many keys whose
-// heads fail each is probed seldom, and need not have had its attempts.
+// mayLook tells whether a message behind a lane's head may be tried: the head's attempts are
+// used up, the class of its error is unknown, and no other lane can tell. With OrderKey a probe
+// need not wait for the attempts, because of many failing heads each is probed seldom.
 func (c *machine[M]) mayLook(l *lane[M], head *item[M], asks bool) bool {
 	return c.looks() && (head.exhausted || head.doubted || asks && (l.deep || c.order() == OrderKey)) && head.class == ClassUnknown &&
 		!head.alive && l.witnesses() > 0 && !c.others(l)
 }
 
-// depth is how many messages the look of a failed probe may try: the longer the time
-// between probes, the more, up to 8 and each fourth time up to 64, and as far as their
-// calls take a small share of that time. A round that cannot go that far goes on where
-// the last one ended. Where several processes probe, their heads tell, too: each second
-// probe looks, and the later the deeper.
+// depth is how many messages the look of a failed probe may try. The longer the time between
+// probes, the more: up to 8, and each fourth time up to 64. Their calls may take a small share
+// of that time only. A round that cannot go that far goes on where the last one ended. If
+// several processes probe, their heads tell, too: then each second probe looks, and later
+// probes look deeper.
 func (c *machine[M]) depth(now time.Duration, l *lane[M], it *item[M]) int {
 	open := now - c.shutAt
 	if l.deep {
@@ -443,7 +443,7 @@ func (c *machine[M]) depth(now time.Duration, l *lane[M], it *item[M]) int {
 	}
 	l.rounds++
 	deepest, most := time.Duration(8), time.Duration(lookShare)
-	switch { // late and seldom a look may take its time, or slow calls would never get far
+	switch { // sometimes a look may take longer, or one with slow calls would never get far
 	case l.rounds%16 == 0:
 		deepest, most = maxLook, 1
 	case l.rounds%4 == 0:
@@ -451,10 +451,10 @@ func (c *machine[M]) depth(now time.Duration, l *lane[M], it *item[M]) int {
 	}
 	held := c.gate.Held()
 	if !held && open < lookAfter && l.witnesses() > maxLook {
-		return 0 // the look before it opened has just told
+		return 0 // the look before the breaker opened has told
 	}
 	period := c.policy.Breaker.PeriodAfter(mostAttempts, open)
-	if held { // the fleet has a backoff of its own, and grants in turns: other heads tell, too
+	if held { // the fleet has its own backoff and grants probes in turns: other heads tell, too
 		period = (now - max(c.grantedAt, c.shutAt)) / time.Duration(max(c.fleetStorm.Reporters, 1))
 		c.grantedAt = now
 		if c.fleetStorm.Reporters != 1 {
@@ -474,8 +474,8 @@ func (c *machine[M]) depth(now time.Duration, l *lane[M], it *item[M]) int {
 	return depth
 }
 
-// place is which witness the n-th message of a probe's look is: the n-th behind the head,
-// but in a short lane one that was never tried goes first.
+// place is the number of the witness that a probe's look tries as its n-th. It is the n-th
+// behind the head, but in a short lane an untried witness goes first.
 func (l *lane[M]) place(n int) int {
 	if l.witnesses() > maxLook || l.doubted() > 0 {
 		return n
@@ -491,8 +491,8 @@ func (l *lane[M]) place(n int) int {
 	return n
 }
 
-// skip brings another lane, or with OrderNone another message, to the front, n places
-// on: among adjacent poison messages the next one would tell nothing.
+// skip brings the lane that is n places on to the front, or with OrderNone the message. Among
+// adjacent poison messages the next one would tell nothing.
 func (c *machine[M]) skip(n int) bool {
 	if c.order() != OrderNone {
 		for range min(n-1, c.ready.len()-1) {
@@ -512,19 +512,19 @@ func (c *machine[M]) skip(n int) bool {
 	return c.queued > 0 || c.again.len() > 0
 }
 
-// giveWord gives an item the last word: something has succeeded just now.
+// giveWord gives an item the last word, because something succeeds now.
 func (it *item[M]) giveWord(now time.Duration) { it.lastWord, it.doubted, it.wordAt = true, false, now }
 
-// takeWord takes it back, and leaves after failures that prove something all the same.
+// takeWord takes the last word back. after is how many failures after a proof of life still count.
 func (it *item[M]) takeWord(after int) {
 	it.lastWord, it.alive, it.after, it.own = false, false, after, min(it.own, after)
 }
 
-// doubt takes the last word back from all that have it, once a message was condemned:
-// one success may prove life for one message only, where more may be had. Or a short
-// recovery would cost everything that had failed before it. More may be had if something
-// has come since the success, or more than a few of what was here then were never tried.
-// And what succeeds after it has failed itself is the sign of such a recovery.
+// doubt takes the last word back from all other items after one was condemned. While more
+// successes may come, one success proves life for one message only: otherwise a short recovery
+// would cost all messages that had failed before it. More may come if a message has come since
+// the success, or if more than a few of the messages at that time were never tried. A success
+// of a message that had failed is a sign of such a recovery, too.
 func (c *machine[M]) doubt(condemned *item[M]) {
 	if !c.recovered && c.came <= c.provedAt && c.unfailed() <= c.provedHere/fewUntried {
 		return
@@ -538,8 +538,7 @@ func (c *machine[M]) doubt(condemned *item[M]) {
 	})
 }
 
-// doubted is how many messages next to the head had the last word before: they tell
-// nothing.
+// doubted is how many witnesses next to the head had the last word before: they tell nothing.
 func (l *lane[M]) doubted() (n int) {
 	for i := 1; i < len(l.front) && (l.front[i].doubted || l.front[i].mute); i++ {
 		if !l.front[i].mute {
@@ -549,8 +548,8 @@ func (l *lane[M]) doubted() (n int) {
 	return n
 }
 
-// others tells whether other lanes have a head that did not fail yet, or is with
-// a handler: their turn comes, and tells.
+// others tells whether another lane has a head that has not failed yet, or is with a handler:
+// the result of that head will tell.
 func (c *machine[M]) others(l *lane[M]) bool {
 	if len(c.lanes) > len(c.due)+c.ready.len()+1 {
 		return true // not all can be looked at, nor need be
@@ -586,12 +585,12 @@ func (l *lane[M]) stands(n int) int {
 	return place
 }
 
-// guessAt is when a message may be taken for poison without proof; never if it may
-// not. What comes together and alone fails while other processes of a fleet succeed
-// waits no longer than one message would. Until something succeeds each guess waits twice as long as the last.
+// guessAt is when a message may be taken for poison without proof; never if it may not. Until
+// something succeeds, each guess waits twice as long as the last. A small burst that fails while
+// other processes of the fleet succeed waits no longer than one message; see vouched.
 func (c *machine[M]) guessAt(now time.Duration, it *item[M]) time.Duration {
-	// With StrictOrder nothing behind a head may be tried, so its silence must not hold the
-	// head for ever: once all heads have failed, they wait the longest that a guess can.
+	// With StrictOrder no message behind a head may be tried, so untried messages must not hold
+	// the head without end. Once all heads have failed, they wait as long as a guess can wait.
 	fresh := c.fresh()
 	blind := fresh && c.policy.StrictOrder && c.order() != OrderNone && c.untried == 0
 	if !c.letters || !it.exhausted || it.class == ClassDependency || it.alive || c.fleetStorm.Active || c.stormy() && c.policy.Budget.Off ||
@@ -602,15 +601,16 @@ func (c *machine[M]) guessAt(now time.Duration, it *item[M]) time.Duration {
 		return c.vouchedAt()
 	}
 	doubt := min(c.unsettled()-1, maxDoubt)
-	if c.inPlace { // what stands behind a head was never tried, and says nothing
+	if c.inPlace { // messages behind a head were never tried, and say nothing
 		doubt = min(max(c.exhausted-1, 0), maxDoubt)
 	}
-	if blind || c.room() == 0 || doubt > 0 && c.storm.Storm().Active { // full: more is behind it that cannot be tried
+	if blind || c.room() == 0 || doubt > 0 && c.storm.Storm().Active { // full: others cannot be tried
 		doubt = maxDoubt
 	}
 	patience := c.policy.Retry.Patience
 	quiet := patience << doubt
-	if c.own() == c.gapLuck && !c.inPlace { // or more may come, and tell; what was parked comes when it is due
+	// The next message may tell. But parked messages (inPlace) come when they are due.
+	if c.own() == c.gapLuck && !c.inPlace {
 		quiet = max(quiet, min(quietGaps*c.gap, patience<<maxDoubt))
 	}
 	at := max(it.exhaustedAt, c.came, c.provedAt) + quiet
@@ -620,7 +620,7 @@ func (c *machine[M]) guessAt(now time.Duration, it *item[M]) time.Duration {
 	return at
 }
 
-// arrived keeps the longest time between two messages since something succeeded.
+// arrived notes an arrival, and the longest time between two arrivals since a success.
 func (c *machine[M]) arrived(now time.Duration) {
 	switch own := c.own(); {
 	case own != c.gapLuck:
@@ -631,7 +631,7 @@ func (c *machine[M]) arrived(now time.Duration) {
 	c.came = now
 }
 
-// guess takes an item for poison without proof.
+// guess dead-letters an item without proof.
 func (c *machine[M]) guess(now time.Duration, it *item[M]) {
 	if c.life() > c.guessLuck {
 		c.guesses = 0
@@ -639,7 +639,7 @@ func (c *machine[M]) guess(now time.Duration, it *item[M]) {
 	before := len(c.condemned)
 	it.guessed = true
 	c.condemn(now, it)
-	if it.guessed = it.paid || len(c.condemned) > before; it.guessed { // paid: the letter waits for its limit
+	if it.guessed = it.paid || len(c.condemned) > before; it.guessed { // paid: letterPace lets it wait
 		c.guesses++
 		c.guessedAt, c.guessLuck = now, c.life()
 	}
@@ -647,7 +647,7 @@ func (c *machine[M]) guess(now time.Duration, it *item[M]) {
 
 // unfailed is how many unsettled messages have not failed yet.
 func (c *machine[M]) unfailed() int {
-	if c.inPlace && !c.fresh() { // what stands behind a head says nothing
+	if c.inPlace && !c.fresh() { // messages behind a head say nothing
 		return 0
 	}
 	n := c.queued
@@ -668,10 +668,10 @@ func (c *machine[M]) fresh() bool {
 // farWitnesses is how many messages may come beyond a full window; see oneMore.
 const farWitnesses = 64
 
-// oneMore tells whether one message may come beyond the window, whose rest is settled
-// behind what is here: where nothing here can go on by itself. It may prove life to
-// what has failed, its success may be a part of the credit that another waits for, or
-// it may be the probe that what is being dead-lettered cannot be.
+// oneMore tells whether one message may come beyond the window. It may if the window is full of
+// messages that were settled out of order, and no unsettled message can go on by itself. The new
+// message may prove life for failed ones. Its success may earn a part of the credit that another
+// waits for. Or it may be the probe, while all other messages are being dead-lettered.
 func (c *machine[M]) oneMore(n int) bool {
 	if c.settledAhead() == 0 || !c.letters || n >= c.limit() || n+c.settledAhead() >= c.limit()+farWitnesses || c.fresh() {
 		return false
@@ -682,28 +682,28 @@ func (c *machine[M]) oneMore(n int) bool {
 	if c.lucks.empty() {
 		return !c.closed()
 	}
-	return c.lucks.most() >= int64(c.life()) // one for each time that a message fails
+	return c.lucks.most() >= int64(c.life()) // one new message for each failure
 }
 
-// flakiness is how often messages succeed only at a second call or later, and how often
-// these fail again, over about a minute. What failed in an outage is left out.
+// flakiness counts messages that succeed only at a second call or later, and how often these
+// fail again, over about a minute. Messages that failed in an outage are left out.
 type flakiness struct {
-	recovered, all float64 // messages
-	relapses       float64 // of those that recovered: calls that failed after others had succeeded
+	recovered, all float64 // messages that succeeded after a failure, and all that succeeded
+	relapses       float64 // calls of recovered messages that failed after others had succeeded
 	seen           uint64
 	at             time.Duration
 }
 
-// shortOutage is how long nothing succeeds in an outage. A dependency that comes and goes
-// faster is flaky.
+// shortOutage is how long nothing succeeds in an outage, at least. A dependency that comes and
+// goes faster is flaky.
 const shortOutage = 2 * time.Second
 
-// flakyHalf is how long it takes to forget a half.
+// flakyHalf is the half-life of the counts of flakiness.
 const flakyHalf = 30 * time.Second
 
-// attempts is how many calls of a message must fail for chance to be no excuse; least
-// at the least. Poison never succeeds, and so does not count. Who has failed once may fail
-// again more often than others fail first: a dependency that comes and goes is such.
+// attempts is how many calls of a message must fail before chance cannot explain it, and never
+// below least. Poison never succeeds, so it does not count. A message that has failed may fail
+// again more often than others fail first, as with a dependency that comes and goes.
 func (f *flakiness) attempts(now time.Duration, least int) int {
 	f.fade(now)
 	if f.recovered < 5 {
@@ -715,10 +715,10 @@ func (f *flakiness) attempts(now time.Duration, least int) int {
 	return max(least, int(min(n, mostAttempts)))
 }
 
-// mostAgain bounds the estimate from a few messages.
+// mostAgain bounds the share of calls that fail again: it may be estimated from few messages.
 const mostAgain = 0.9
 
-// recover takes a message that succeeded after it had failed.
+// recover counts a message that succeeded after it had failed.
 func (f *flakiness) recover(now time.Duration, relapses int) {
 	f.fade(now)
 	f.recovered++
@@ -726,7 +726,7 @@ func (f *flakiness) recover(now time.Duration, relapses int) {
 	f.relapses += float64(relapses)
 }
 
-// count takes how many messages have succeeded at their first call so far.
+// count takes the number of messages that have succeeded at their first call so far.
 func (f *flakiness) count(now time.Duration, firsts uint64) {
 	f.fade(now)
 	f.all += float64(firsts - min(f.seen, firsts))

@@ -10,10 +10,9 @@ import (
 )
 
 // A Feed hands batches from an adapter's reader, on a goroutine of its own, to
-// the source's loop. Two buffers change hands: the loop takes all that the
-// reader has put, so a message costs a short uncontended lock, and a side is
-// woken only if it is parked. (A channel wakes the reader at each receive once
-// it is full.)
+// the source's loop. The two sides exchange two buffers: the loop takes all messages
+// that the reader has put. So a message costs a short uncontended lock, and a side is
+// woken only if it waits. (A full channel wakes the reader at each receive.)
 //
 // Lock order: Source.mu, then Feed.mu.
 type Feed[M any] struct {
@@ -23,16 +22,16 @@ type Feed[M any] struct {
 	closed  bool
 	waiting bool // the reader waits for room
 
-	ready chan struct{} // holds a token when the loop has to look; capacity 1
-	space chan struct{} // the same for the reader
+	ready chan struct{} // holds a token when the loop must look at buf; capacity 1
+	space chan struct{} // holds a token when the reader must look for room; capacity 1
 }
 
 func newFeed[M any]() *Feed[M] {
 	return &Feed[M]{ready: make(chan struct{}, 1), space: make(chan struct{}, 1)}
 }
 
-// resize changes how many messages each buffer may hold. What is beyond that
-// stays, and Put waits until it has been taken.
+// resize changes how many messages each buffer may hold. Messages above the limit stay,
+// and Put waits until they are taken.
 func (f *Feed[M]) resize(limit int) {
 	f.mu.Lock()
 	f.max = limit
@@ -45,9 +44,9 @@ func (f *Feed[M]) resize(limit int) {
 	}
 }
 
-// Put hands messages over and waits while there is no room. It returns how many
-// it placed: all, unless ctx ended or the feed is closed. One goroutine at a
-// time may call it.
+// Put hands messages over and waits while there is no room. It returns how many it
+// handed over: all, unless ctx ended (ctx's error) or the feed is closed ([ErrClosed]).
+// Only one goroutine at a time may call Put.
 func (f *Feed[M]) Put(ctx context.Context, ms ...M) (int, error) {
 	placed := 0
 	for {
@@ -76,8 +75,8 @@ func (f *Feed[M]) Put(ctx context.Context, ms ...M) (int, error) {
 	}
 }
 
-// Close ends the feed: what is in it is still taken, Put fails. It is how the
-// reader says that nothing more comes.
+// Close ends the feed. The reader calls it when no more messages come. The loop still
+// takes the messages in the feed; Put fails with [ErrClosed].
 func (f *Feed[M]) Close() {
 	f.mu.Lock()
 	f.closed = true
@@ -86,15 +85,15 @@ func (f *Feed[M]) Close() {
 	token(f.space)
 }
 
-// Len is how many messages wait to be taken.
+// Len is how many messages wait in the feed.
 func (f *Feed[M]) Len() int {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return len(f.buf)
 }
 
-// swap takes all messages and leaves spent, emptied, in their place. done means
-// that nothing will follow.
+// swap takes all messages, and leaves the emptied buffer spent in the feed. done means
+// that no more messages follow.
 func (f *Feed[M]) swap(spent []M) (batch []M, done bool) {
 	clear(spent)
 	f.mu.Lock()
@@ -109,7 +108,7 @@ func (f *Feed[M]) swap(spent []M) (batch []M, done bool) {
 	return batch, done
 }
 
-// peek appends what waits to dst.
+// peek appends the waiting messages to dst.
 func (f *Feed[M]) peek(dst []M) []M {
 	f.mu.Lock()
 	defer f.mu.Unlock()

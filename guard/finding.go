@@ -32,12 +32,12 @@ func (s Severity) String() string {
 func (s Severity) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
 
 // A Finding is a setting of a broker or its client that works against a guarded
-// consumer. Each adapter has an Inspect that looks for those of its broker.
+// consumer. Each adapter has an Inspect that looks for such settings of its broker.
 type Finding struct {
 	Severity Severity `json:"severity"`
 	Where    string   `json:"where"` // what has the setting, such as "queue orders"
-	What     string   `json:"what"`  // what is wrong with it, and what that does
-	Fix      string   `json:"fix"`   // the command or setting that mends it
+	What     string   `json:"what"`  // what is wrong, and what the effect is
+	Fix      string   `json:"fix"`   // the command or setting that corrects it
 }
 
 // String is the finding in one line.

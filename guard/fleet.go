@@ -16,54 +16,50 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/storm"
 )
 
-// A Fleet is what a Guard asks of the other processes that run the same
-// consumers: the Member of a fleet.Process is one. It decides over breakers, compares storms,
-// and adds up what the processes count.
+// A Fleet connects a Guard to the other processes that run the same consumers. The Member
+// of a fleet.Process is a Fleet. It decides about breakers, compares storms, and sums up
+// the counts of the processes.
 type Fleet interface {
 	circuit.Fleet
 	storm.Fleet
 
-	// Count adds to what this process has counted for a key since the last call:
-	// handler calls that succeeded, calls that failed, dead letters. The keys are
-	// those of the storms. The Guard calls it every 250ms, every 500ms while it is
-	// idle, also with nothing.
+	// Count takes what this process has counted for a key since the last call: successful
+	// handler calls, failed calls, and dead letters. The keys are those of the storms. The
+	// Guard calls it every 250ms, or every 500ms while it is idle, also if all counts are 0.
 	Count(key string, handled, failed, deadLettered uint64) error
 
-	// OthersSucceeded is how long ago, at most, a call for this key succeeded in
-	// another process; false if that is not known. It must not take a success for
-	// younger than it is.
+	// OthersSucceeded returns how long ago a call for this key last succeeded in another
+	// process; false if that is not known. The result may be too large, but never too
+	// small.
 	OthersSucceeded(key string) (ago time.Duration, ok bool)
 }
 
-// WithFleet makes the Guard one of a fleet: its breakers are opened, probed and
-// closed together with those of the other processes, their state goes with a
-// source to its next owner, and a storm of the fleet stops dead-lettering here
-// too. The default is none: the Guard decides by itself. A Fleet is driven by one
-// Guard at a time; [New] fails for the next.
+// WithFleet makes the Guard a member of a fleet. The breakers of all processes open, probe
+// and close together. The state of a breaker goes with a source to its next process. A
+// storm of the fleet stops dead-lettering here, too. The default is no fleet: the Guard
+// decides alone. A Fleet serves one Guard at a time; [New] fails for a second one.
 //
-// Scopes are told apart by name alone, so all processes need the same
-// [Config.Group] and [Config.Scope] for what is the same, and different groups for
-// what is not.
+// A fleet knows scopes only by name. So all processes need the same [Config.Group] and
+// [Config.Scope] for the same consumers, and different groups for different consumers.
 func WithFleet(f Fleet) Option { return func(g *Guard) { g.fleet = f } }
 
-// WithDeadLetterLimiter paces the dead letters of all sources, in front of their
-// writers: what is over the limit waits in the retry set, without another handler
-// call and without losing its credit. The default is no limit.
+// WithDeadLetterLimiter paces the dead letters of all sources, in front of their writers.
+// Messages over the limit wait without another handler call, and keep their credit. The
+// default is no limit.
 func WithDeadLetterLimiter(l Limiter) Option { return func(g *Guard) { g.letterPace = l } }
 
 const (
-	// fleetRest is how often a parked sweeper lets time pass for the fleet.
+	// fleetRest is how often a parked sweeper steps the fleet.
 	fleetRest = 500 * time.Millisecond
-	// probeSoon is how soon a parked message must be due to count as something to
-	// probe with.
+	// probeSoon is how soon a waiting message must be due to count as a message to probe
+	// with.
 	probeSoon = 100 * time.Millisecond
-	// callFresh is how long a refused call of a function counts as a next one.
+	// callFresh is how long a refused call of a function counts as a waiting message.
 	callFresh = time.Second
 )
 
-// path is the breaker scope of a source: the partition where there is one, under
-// the topic or queue, under the consumer group; less of it where Config.Scope is
-// coarser.
+// path is the breaker scope of a source: the consumer group, the topic or queue, and the
+// partition if there is one. A coarser Config.Scope leaves out the last elements.
 func (g *Guard) path(cfg SourceConfig) []string {
 	path := []string{g.cfg.Group}
 	if g.cfg.Scope != ScopeGroup {
@@ -90,11 +86,11 @@ func (g *Guard) leaf(cfg SourceConfig, slow time.Duration, claim func(*circuit.S
 	if err := g.fleet.Adopt(g.now(), leaf.Breaker, path, slow); err != nil {
 		g.log.Warn("the fleet has no part in a breaker, which goes by itself", "scope", leaf.Name(), "source", cfg.Name, "error", err)
 	}
-	g.sweeper.stir() // what the fleet wants may change by itself
+	g.sweeper.stir() // the fleet may change the breaker by itself
 	return leaf, nil
 }
 
-// unclaim gives a breaker up.
+// unclaim ends a claim of a breaker, also in the fleet.
 func (g *Guard) unclaim(leaf *circuit.Leaf) {
 	if g.fleet != nil {
 		g.fleet.Leave(g.now(), leaf.Breaker)
@@ -102,8 +98,8 @@ func (g *Guard) unclaim(leaf *circuit.Leaf) {
 	g.scopes.Release(leaf)
 }
 
-// stepFleet tells the fleet what became of the breakers, and lets it do to them
-// what it decided. It tells whether the fleet is busy.
+// stepFleet tells the fleet the state of the breakers, and lets the fleet change them. busy
+// tells whether the fleet is busy.
 func (g *Guard) stepFleet(now time.Duration) (busy bool) {
 	if g.fleet == nil {
 		return false
@@ -117,9 +113,9 @@ func (g *Guard) stepFleet(now time.Duration) (busy bool) {
 	return g.fleet.Step(now, g.waiting)
 }
 
-// compareStorms tells the fleet what the detectors see, summed up over the sources
-// of a topic or queue, and the sources what the fleet makes of it. The sweeper
-// calls it as often as the detectors step.
+// compareStorms reports the readings of the storm detectors to the fleet, summed up over
+// the sources of a topic or queue, and gives the fleet's verdict to the sources. The
+// sweeper calls it as often as the detectors step.
 func (g *Guard) compareStorms(now time.Duration) {
 	if g.fleet == nil {
 		return
@@ -160,7 +156,7 @@ func (g *Guard) compareStorms(now time.Duration) {
 	}
 }
 
-// leaveFleet ends the Guard's part in the fleet, with the sweeper.
+// leaveFleet ends the Guard's membership in the fleet, when the sweeper has ended.
 func (g *Guard) leaveFleet() {
 	if g.fleet == nil {
 		return
@@ -173,12 +169,12 @@ func (g *Guard) leaveFleet() {
 	g.detachFleet()
 }
 
-// stormSum is what the detectors of one key see together.
+// stormSum is the sum of the storm detectors of one key.
 type stormSum struct {
 	sources, active int
 	sum             dlq.Storm
 	verdict         dlq.FleetStorm
-	err             error // of the last report
+	err             error // error of the latest report
 }
 
 func (m *stormSum) add(s dlq.Storm) {
@@ -198,19 +194,22 @@ func (m *stormSum) add(s dlq.Storm) {
 	}
 }
 
-// storm is active if that share of the sources is in storm, one at least.
+// storm is the sum; it is active if at least share of the sources, and at least one, are
+// in storm.
 func (m *stormSum) storm(share float64) dlq.Storm {
 	s := m.sum
 	s.Active = m.active > 0 && float64(m.active) >= share*float64(m.sources)
 	return s
 }
 
-// stormKey is what the detectors of a source are compared over.
+// stormKey is the key by which the fleet compares storms: sources of one topic or queue
+// have the same key.
 func (g *Guard) stormKey(cfg SourceConfig) string {
 	return g.cfg.Group + "/" + cmp.Or(cfg.Destination, cfg.Name)
 }
 
-// waits gives the source's breaker if it is not closed and a message waits at it.
+// waits returns the source's breaker if it is not closed and a message waits for it, else
+// nil.
 func (s *Source[M]) waits(now time.Duration) *circuit.Breaker {
 	if s.c.gate == nil || s.c.gate.Breaker.Closed() {
 		return nil
@@ -223,8 +222,8 @@ func (s *Source[M]) waits(now time.Duration) *circuit.Breaker {
 	return s.c.gate.Breaker
 }
 
-// waits tells whether there is something to probe with, now or in a moment: a
-// probe that is out counts, for it may be followed by another.
+// waits tells whether there is a message to probe with, now or within probeSoon. A running
+// probe counts, because another may follow.
 func (c *machine[M]) waits(now time.Duration) bool {
 	if c.paused || c.ended || c.stopped || c.asked > now || c.limited > now+probeSoon {
 		return false
@@ -249,8 +248,7 @@ func (s *Source[M]) detected() (key string, storm dlq.Storm, ok bool) {
 	return s.stormKey, s.seen.detected, s.seen.detected.Config != dlq.StormConfig{} && !s.seen.detected.Config.Off
 }
 
-// setFleetStorm takes what the fleet makes of the source's key. The sweeper calls
-// it.
+// setFleetStorm takes the fleet's verdict about the source's key. The sweeper calls it.
 func (s *Source[M]) setFleetStorm(now time.Duration, f dlq.FleetStorm) {
 	s.mu.Lock()
 	changed := s.c.fleetStorm.Active != f.Active
@@ -266,7 +264,7 @@ func (s *Source[M]) setFleetStorm(now time.Duration, f dlq.FleetStorm) {
 	}
 }
 
-// waits counts a call that was refused lately as one that will come again.
+// waits returns the breaker if a call was refused lately: another call may follow.
 func (f *Func[M]) waits(now time.Duration) *circuit.Breaker {
 	if f.gate == nil || f.gate.Breaker.Closed() || f.closed.Load() || f.pausedUntil(now) != 0 {
 		return nil
@@ -281,7 +279,7 @@ func (*Func[M]) detected() (key string, storm dlq.Storm, ok bool) { return "", d
 
 func (*Func[M]) setFleetStorm(time.Duration, dlq.FleetStorm) {}
 
-// fleetScope is what the fleet makes of a breaker; the zero value without one.
+// fleetScope is the fleet's decision about a breaker; zero without a fleet or a breaker.
 func (g *Guard) fleetScope(gate *circuit.Leaf) breaker.FleetScope {
 	if g.fleet == nil || gate == nil {
 		return breaker.FleetScope{}
@@ -293,8 +291,8 @@ func (g *Guard) fleetScope(gate *circuit.Leaf) breaker.FleetScope {
 // never is a deadline that does not come.
 const never = time.Duration(math.MaxInt64)
 
-// heldFor is for how long a breaker admits nobody, at least; 0 if it would admit a
-// probe. One that the fleet holds has no deadline of its own.
+// heldFor is for how long at least a breaker admits no call; 0 if it would admit a probe.
+// A breaker that the fleet holds has no deadline of its own, but the fleet's.
 func heldFor(b breaker.Snapshot, f breaker.FleetScope, base, now time.Duration) time.Duration {
 	if b.Held && b.Until == never {
 		return max(f.Left, base)
@@ -302,7 +300,7 @@ func heldFor(b breaker.Snapshot, f breaker.FleetScope, base, now time.Duration) 
 	return max(0, b.Until-now)
 }
 
-// fleetDetail says what holds a breaker that the fleet holds.
+// fleetDetail is the text for a breaker that the fleet holds.
 func fleetDetail(f breaker.FleetScope, cause breaker.Cause) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "held by the fleet: %s", f.Name)

@@ -12,19 +12,19 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-// A Flow is one way of messages or calls that a Guard has seen since it began: from a producer
-// to a topic or queue, from there to the group, or from the group to a dependency that a
-// handler names by [Calls].
+// A Flow is one path of messages or calls that a Guard has seen since [New]: from a
+// producer to a topic or queue, from a topic or queue to the group, or from the group to
+// a dependency that a handler names with [Calls].
 type Flow struct {
 	From, To Node
 
-	// Count is how many messages the group received, or calls it made. Of a producer it is
-	// how many were looked at: the first message of each source, and each 1,024th after it.
+	// Count is how many messages the group received, or how many calls it made. For a
+	// producer it is a sample: the first message of each source, and each 1,024th after it.
 	Count  uint64
-	Failed uint64 // handler calls, or calls of the dependency; 0 for a producer
+	Failed uint64 // failed handler calls, or failed calls of the dependency; 0 for a producer
 
-	Sources int // open sources of the topic or queue, towards the group
-	Held    int // of these, that are not simply running
+	Sources int // open sources of the topic or queue; 0 unless To is the group
+	Held    int // how many of these sources have a [Hold]
 }
 
 // A Node is an end of a [Flow].
@@ -40,36 +40,38 @@ const (
 	nodeDependency = "dependency"
 )
 
-// producerOneIn is how many messages of a source there are to one whose producer is looked
-// up, a multiple of sampleOneIn: a port makes a copy of the headers for it.
+// producerOneIn is how many messages of a source there are for each lookup of a producer,
+// a multiple of sampleOneIn. It is large because a port copies the headers for a lookup.
 const producerOneIn = 16 * sampleOneIn
 
-// The longest names, in bytes. A producer's is an URI.
+// The longest names, in bytes. A producer's name is a URI.
 const (
 	longestDependency = 64
 	longestProducer   = 128
 )
 
-// producerHeaders are where a message says who made it: CloudEvents' source attribute as its
-// bindings for Kafka, NATS and AMQP write it.
+// producerHeaders are the headers that name a message's producer: CloudEvents' source
+// attribute, as its bindings for Kafka, NATS and AMQP write it.
 var producerHeaders = []string{"ce_source", "ce-source", "cloudEvents:source", "cloudEvents_source"}
 
-// producerProperty is that of AMQP.
+// producerProperty is AMQP's property that names a message's producer.
 const producerProperty = "app-id"
 
-// mostFlows is how many ways from and to topics a Guard remembers: a broker may make up names
-// of queues without end. Ways of open sources, and those to dependencies, are told beyond it.
+// mostFlows is how many flows from and to topics a Guard remembers, because a broker may
+// make new queue names without end. Flows of open sources and flows to dependencies are
+// reported beyond this limit.
 const mostFlows = 1024
 
-// flows are what a Guard has seen of each way. No lock is taken under mu, and mu under none.
+// flows are the flows that a Guard has seen. No other lock is taken under mu, and mu is
+// taken under no other lock.
 type flows struct {
 	producers, dependencies names
 
 	mu    sync.Mutex
-	known map[[2]Node]*Flow // but for what open sources count
+	known map[[2]Node]*Flow // without the counts of open sources
 }
 
-// count adds to what has gone from one node to another.
+// count adds n messages or calls, of which failed have failed, to a flow.
 func (f *flows) count(from, to Node, n, failed uint64) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -79,7 +81,7 @@ func (f *flows) count(from, to Node, n, failed uint64) {
 		if f.known == nil {
 			f.known = make(map[[2]Node]*Flow)
 		}
-		if len(f.known) >= mostFlows && to.Kind != nodeDependency { // those are few
+		if len(f.known) >= mostFlows && to.Kind != nodeDependency { // dependencies are few
 			return
 		}
 		flow = &Flow{From: from, To: to}
@@ -89,8 +91,8 @@ func (f *flows) count(from, to Node, n, failed uint64) {
 	flow.Failed += failed
 }
 
-// names are those that a Guard has met of one kind. They come from outside: they are few and
-// short, or "other".
+// names are the names of one kind that a Guard has met. Names come from outside, so their
+// number and length are bounded; any other name becomes "other".
 type names struct {
 	longest int // bytes
 
@@ -103,7 +105,7 @@ const (
 	otherName = "other"
 )
 
-// name is the name, or that of the rest.
+// name returns the name, or otherName if the name is empty, too long or one too many.
 func (n *names) name(name string) string {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -120,9 +122,10 @@ func (n *names) name(name string) string {
 	return name
 }
 
-// Flows are the ways of messages and calls in this process, by name: who produces what its
-// sources read, as far as messages say so, and what their handlers call. A message says so by
-// CloudEvents' source attribute in its headers, or AMQP's app-id. It costs a look at each source.
+// Flows returns the flows of messages and calls in this process, sorted by name: who
+// produces the messages that its sources read, and what their handlers call. A message
+// names its producer with CloudEvents' source attribute in its headers, or with AMQP's
+// app-id. Flows costs a [Source.State] for each source.
 func (g *Guard) Flows() []Flow {
 	f := &g.metrics.flows
 	all := make(map[[2]Node]*Flow)
@@ -161,16 +164,16 @@ func (g *Guard) Flows() []Flow {
 	return out
 }
 
-// node is the group's.
+// node is the Node of the group.
 func (g *Guard) node() Node { return Node{nodeGroup, g.cfg.Group} }
 
-// flowed keeps what a source has counted that has ended.
+// flowed adds the counts of a source that has ended to the flows.
 func (s *Source[M]) flowed() {
 	st := s.State()
 	s.metrics.flows.count(s.metrics.node, s.g.node(), st.Account.Received, st.Tally.Failures)
 }
 
-// lookUpProducer looks who made a message.
+// lookUpProducer counts a message for its producer.
 func (s *Source[M]) lookUpProducer(m M) {
 	if !s.begin() {
 		return

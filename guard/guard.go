@@ -27,78 +27,78 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/statefile"
 )
 
-// Guard is what the sources of one process share: the scopes of the breakers,
-// the dead-letter writers, the sweeper, metrics. Make one for a process, or one
+// Guard is the shared part of a process's sources: the scopes of the breakers, the
+// dead-letter writers, the sweeper and the metrics. Make one for a process, or one
 // for each group of sources whose scopes differ.
 //
-// Lock order: Source.mu; then one of Feed.mu, a breaker's, a ring's, the spill's, letterbox.mu;
-// Guard.mu, journal.mu, the last of all. saver.mu comes before all. No port but a [Taker], and
-// no handler, writer or logger is called under any.
+// Lock order: saver.mu; Source.mu; one of Feed.mu, letterbox.mu and the locks of a breaker,
+// a ring and the spill; Guard.mu; journal.mu. Under a lock the Guard calls a [Limiter] and a
+// [Taker], but no other port, and no handler, writer or logger.
 type Guard struct {
 	cfg        Config
 	log        *slog.Logger
-	ends       *slog.Logger // hears of the end of what log was warned of
+	ends       *slog.Logger // gets the lines that end a warning
 	journal    *journal
 	onLetter   func(DeadLetter)
 	onState    func(StateChange)
-	watchers   []*Watcher // copied before it is changed
+	watchers   []*Watcher // copied before a change
 	meters     metric.MeterProvider
 	traces     trace.TracerProvider
 	propagator propagation.TextMapPropagator
-	parents    bool                 // spans are children of the message's own, not linked to it
+	parents    bool                 // spans are children of the message's span, not linked to it
 	now        func() time.Duration // monotonic
-	origin     time.Time            // wall time of now's 0, for metadata
+	origin     time.Time            // wall time when now was 0, for metadata
 	seed       uint64
-	dice       *dice // the sources draw from their own
+	dice       *dice // random numbers, except those of the sources: see newRand
 	scopes     *circuit.Scopes
 	metrics    *metrics
 	epochs     atomic.Uint64
-	letterPace Limiter // of dead letters
+	letterPace Limiter // paces dead letters; nil for no limit
 	health     *health // nil without a health check
 	quarantine dlq.Quarantine
-	ownRules   dlq.Quarantine // the same one if nobody shares it; nil otherwise
-	unwatch    func()
-	rules      atomic.Pointer[ruleBook] // what the quarantine said last
-	listed     atomic.Bool              // it has changed since
-	books      uint64                   // rule books made
+	ownRules   dlq.Quarantine           // quarantine, if the Guard made it; nil if it may be shared
+	unwatch    func()                   // ends the watch of quarantine
+	rules      atomic.Pointer[ruleBook] // the rules of quarantine at the last read
+	listed     atomic.Bool              // quarantine has changed since that read
+	books      uint64                   // how many rule books were made
 	classify   func(error) Class        // nil means Classify
 
 	spill      *spillDir // nil without Config.SpillDir
 	spillState atomic.Pointer[spillState]
-	spillNews  atomic.Bool // it has changed since it was logged
-	spillSaid  string      // the sweeper's: the state that was logged last
+	spillNews  atomic.Bool // spillState has changed since it was logged
+	spillSaid  string      // the name of the spillState logged last; owned by the sweeper
 
 	saver *saver // nil without Config.StateDir
 	host  func() statefile.Now
 
 	fleet       Fleet // nil without one
 	detachFleet func()
-	waiting     map[*circuit.Breaker]bool // the sweeper's, as storms
-	storms      map[string]*stormSum      // by key
-	totals      map[string]*totalSum      // by key
+	waiting     map[*circuit.Breaker]bool // breakers at which a message waits; owned by the sweeper
+	storms      map[string]*stormSum      // by key; owned by the sweeper
+	totals      map[string]*totalSum      // by key; owned by the sweeper
 
-	// ctx ends the goroutines the Guard owns: the sweeper, and one for each
-	// letterbox with something to write.
+	// ctx ends the Guard's goroutines: the sweeper, the saver, the health check, and one
+	// for each letterbox that has something to write.
 	ctx     context.Context //nolint:containedctx // the lifetime of the Guard
 	cancel  context.CancelFunc
 	sweeper sweeper
 
 	mu        sync.Mutex
 	sources   map[string]controls
-	kept      map[string]kept               // of sources that ended, by name
-	restored  map[string]circuit.SavedScope // of the process before, by scopeKey, until they are claimed
-	parted    []controls                    // ended since the fleet was told the totals
+	kept      map[string]kept               // what ended sources leave to the next ones, by name
+	restored  map[string]circuit.SavedScope // breakers of the previous process, by scopeKey, until a source claims them
+	parted    []controls                    // sources that ended since the fleet got the totals
 	boxes     []*letterbox
-	unwritten map[string]bool // topics or queues without a dead-letter writer, warned of
+	unwritten map[string]bool // topics or queues whose missing dead-letter writer was logged
 	closed    bool
 	running   sync.WaitGroup
-	sorted    atomic.Pointer[[]controls]
-	changes   []circuit.Change // the sweeper's
-	look      time.Duration    // the sweeper's: breakers are ticked again then
-	evict     time.Duration    // the sweeper's: scopes are evicted again then
+	sorted    atomic.Pointer[[]controls] // the open sources, by name
+	changes   []circuit.Change           // a buffer; owned by the sweeper
+	look      time.Duration              // when the breakers are ticked next; owned by the sweeper
+	evict     time.Duration              // when scopes are evicted next; owned by the sweeper
 }
 
-// controls is a source whatever its message's type.
+// controls is a source or protected function of any message type, as the Guard uses it.
 type controls interface { //nolint:interfacebloat // all that the Guard does with a source
 	Control
 	reporter
@@ -117,7 +117,7 @@ type controls interface { //nolint:interfacebloat // all that the Guard does wit
 	saved(now time.Duration, failures int) (savedSource, bool)
 }
 
-// A Control is a source of any message type, as operators see it.
+// A Control is a [Source] or [Func] of any message type, for operators.
 type Control interface { //nolint:interfacebloat // it is all that an operator can do
 	Name() string
 	Account() Account
@@ -133,8 +133,9 @@ type Control interface { //nolint:interfacebloat // it is all that an operator c
 	End(ctx context.Context, why Reason) Report
 }
 
-// New makes a Guard. It starts one goroutine, the sweeper; Close ends it. The
-// error joins everything that is wrong with cfg.
+// New makes a Guard. It starts goroutines: the sweeper, and one each with Config.StateDir,
+// Config.SpillDir and [WithHealthCheck]. [Guard.Close] ends them. The error joins all
+// problems of cfg.
 func New(cfg Config, opts ...Option) (*Guard, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err
@@ -209,7 +210,7 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 		g.leaveFleet()
 	})
 	if g.saver != nil {
-		go g.saver.run(g.ctx) // Close waits for it, as for the disk
+		go g.saver.run(g.ctx) // closeState waits for it
 	}
 	if g.health != nil {
 		g.running.Go(func() { g.health.run(g.ctx, g) })
@@ -217,7 +218,8 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 	return g, nil
 }
 
-// closeWithin waits for a disk that stalls no longer than for anything else.
+// closeWithin runs f, which may wait for a disk. It waits for f until ctx ends, and then
+// for lastCall. If ctx does not end, it waits for 1h at most.
 func closeWithin(ctx context.Context, field string, f func() error) error {
 	closed := make(chan error, 1)
 	go func() { closed <- f() }()
@@ -237,15 +239,15 @@ func closeWithin(ctx context.Context, field string, f func() error) error {
 	}
 }
 
-// Config is what the Guard was made with, its Group never empty: an adapter
-// checks a broker's settings against it before it opens a source.
+// Config returns the Config that [New] got; an empty Group is filled in. An adapter checks
+// the broker's settings against it before it opens a source.
 func (g *Guard) Config() Config { return g.cfg }
 
-// Logger is the logger of [WithLogger]. Without that option it is [slog.Default] for what
-// is at WARN or above, and discards the rest.
+// Logger returns the logger of [WithLogger]. Without that option it is the [slog.Default]
+// at the time of [New], and discards lines below WARN.
 func (g *Guard) Logger() *slog.Logger { return g.log }
 
-// policy is how a source behaves: as its own says, or as the Guard's.
+// policy is the policy of a source: its own, or else the Guard's.
 func (g *Guard) policy(cfg SourceConfig, p *problems) Policy {
 	if cfg.Policy == nil {
 		return g.cfg.Policy
@@ -258,8 +260,9 @@ func (g *Guard) policy(cfg SourceConfig, p *problems) Policy {
 	return policy
 }
 
-// letterbox is the one box of a writer. A source that parks has its own, and so has each
-// with a writer that cannot be compared, such as a function. discard follows.
+// letterbox returns the letterbox of a writer. Sources with the same writer share it. A
+// source that parks has its own, and so has a source whose writer cannot be compared,
+// such as a function. The caller must call discard when the source has ended.
 func (g *Guard) letterbox(w dlq.Writer, own bool) *letterbox {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -276,7 +279,7 @@ func (g *Guard) letterbox(w dlq.Writer, own bool) *letterbox {
 	return b
 }
 
-// discard takes the box from a source that has ended.
+// discard ends the use of a letterbox by one source.
 func (g *Guard) discard(b *letterbox) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -286,7 +289,7 @@ func (g *Guard) discard(b *letterbox) {
 	b.retireLocked()
 }
 
-// spawn starts a goroutine that ends with the Guard; false once it is closed.
+// spawn starts a goroutine that ends with the Guard; false if the Guard has ended.
 func (g *Guard) spawn(f func(context.Context)) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -330,10 +333,10 @@ func (g *Guard) sortLocked() {
 	g.sorted.Store(&all)
 }
 
-// all is every open source, by name; the slice is never changed.
+// all returns the open sources, sorted by name. The slice never changes.
 func (g *Guard) all() []controls { return *g.sorted.Load() }
 
-// wakeOthers lets the sources that wait for a probe of their scope look again.
+// wakeOthers wakes all sources except one: they may wait for a probe of their scope.
 func (g *Guard) wakeOthers(but controls) {
 	for _, s := range g.all() {
 		if s != but {
@@ -342,7 +345,7 @@ func (g *Guard) wakeOthers(but controls) {
 	}
 }
 
-// Sources are the open sources, by name.
+// Sources returns the open sources and protected functions, sorted by name.
 func (g *Guard) Sources() []Control {
 	all := g.all()
 	out := make([]Control, len(all))
@@ -352,7 +355,7 @@ func (g *Guard) Sources() []Control {
 	return out
 }
 
-// Source is the open source of that name, nil if there is none.
+// Source returns the open source or protected function of that name, nil if there is none.
 func (g *Guard) Source(name string) Control {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -362,11 +365,11 @@ func (g *Guard) Source(name string) Control {
 	return nil
 }
 
-// Ready is for a readiness probe: nil while the Guard takes messages. A source
-// on hold is ready: taking it out of service would not help its dependency, and
-// its messages are safe. A closed Guard is not, and neither is one while dead letters of a
-// source cannot be written: the error names it, and how many others there are. A writer that
-// puts letters off ([dlq.ErrPutOff]) is well.
+// Ready is for a readiness probe. It returns nil while the Guard takes messages, also
+// while sources are on hold: a process out of service would not help the dependency, and
+// the messages are safe. After Close it returns [ErrClosed]. While dead letters cannot be
+// written, the error names a source and says how many others there are. A writer that puts
+// letters off ([dlq.ErrPutOff]) is no error.
 func (g *Guard) Ready() error {
 	g.mu.Lock()
 	closed, boxes := g.closed, slices.Clone(g.boxes)
@@ -383,10 +386,11 @@ func (g *Guard) Ready() error {
 	return errors.Join(errs...)
 }
 
-// Close ends all sources, as [Source.End] with [ReasonShutdown], at the same
-// time (called from a handler or a dead-letter writer it waits for itself until
-// ctx ends), and then the Guard's goroutines. The reports are in order of name. The
-// error names the sources that left something behind.
+// Close ends all sources at the same time, as [Source.End] with [ReasonShutdown]. Then it
+// ends the Guard's goroutines. Do not call it from a handler or a dead-letter writer: it
+// would wait for its own caller until ctx ends. The reports are sorted by name. The error
+// names the sources that left something behind, and joins the errors of Config.StateDir
+// and Config.SpillDir.
 func (g *Guard) Close(ctx context.Context) ([]Report, error) {
 	g.mu.Lock()
 	g.closed = true
@@ -418,11 +422,11 @@ func (g *Guard) Close(ctx context.Context) ([]Report, error) {
 	return reports, errors.Join(errs...)
 }
 
-// awaitGoroutines waits for the sweeper and the letterboxes. They heed the Guard's
-// end at once, unless a dead-letter writer or a health check does not heed its context.
+// awaitGoroutines waits for the Guard's goroutines, until ctx ends and lastCall is over.
+// They end at once, unless a dead-letter writer or a health check ignores its context.
 func (g *Guard) awaitGoroutines(ctx context.Context) error {
 	gone := make(chan struct{})
-	go func() { // ends with the last of them
+	go func() { // ends with the last of the goroutines
 		g.running.Wait()
 		close(gone)
 	}()
@@ -441,7 +445,7 @@ func (g *Guard) awaitGoroutines(ctx context.Context) error {
 	}
 }
 
-// warnNoWriter says once for each topic or queue that its sources have no dead-letter
+// warnNoWriter logs once for each topic or queue that its sources have no dead-letter
 // writer: a message that fails for good is then never settled.
 func (g *Guard) warnNoWriter(cfg SourceConfig) {
 	at := cmp.Or(cfg.Destination, cfg.Name)
@@ -460,8 +464,9 @@ func (g *Guard) warnNoWriter(cfg SourceConfig) {
 // maxUnwritten bounds how many topics or queues warnNoWriter remembers.
 const maxUnwritten = 1000
 
-// noteChanges logs what the breakers did since the last tick, and makes the
-// scopes look at their children. It tells whether log lines wait for their time.
+// noteChanges does the sweeper's work for the whole Guard: the quarantine, the spill's
+// state, the scopes, the fleet's storms and totals. It logs the breakers' changes since the
+// last call. pending tells whether log lines wait for their time.
 func (g *Guard) noteChanges(now time.Duration) (pending bool) {
 	g.readQuarantine()
 	g.saySpill()

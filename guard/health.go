@@ -11,36 +11,36 @@ import (
 	"time"
 )
 
-// WithHealthCheck asks a dependency each period whether it is well: 1s is a good
-// period. The check runs on a goroutine of the Guard, one at a time, and must heed its
-// context, which ends after the period. Nil means that the dependency is well; an
-// error, a panic or a check that does not return in time that it is not.
+// WithHealthCheck checks a dependency once in each period, from 10ms to 1h: 1s is a good
+// value. The check runs on a goroutine of the Guard, one at a time. It must return when
+// its context ends, which is after the period. Nil means that the dependency is well. An
+// error, a panic or a check that does not return in time means that it is not.
 //
-// While the dependency is not well, a failure of unknown class is the dependency's: its
-// message is not dead-lettered, and no other message is tried behind it. While it is
-// well, a message that goes on failing is poison. The first check that passes after one
-// that failed ends the open periods of all breakers, so that a recovery is noticed
-// within a period and the time of a call.
+// While the check fails, a failure of [ClassUnknown] counts as [ClassDependency]: its
+// message is not dead-lettered, and no message behind it is tried. While the check passes,
+// a message that keeps failing is poison. The first check that passes after a failed one
+// ends the open periods of all breakers. So a recovery is noticed within a period and the
+// time of a call.
 //
-// The check must do what the handlers do, as far as it can: one that only asks whether
-// a port is open calls a database well that refuses every write, and the messages of
-// that outage poison. The default is no check.
+// The check must do what the handlers do, as far as it can. A check that only tests
+// whether a port is open passes while a database refuses every write: the messages of
+// that outage then count as poison. The default is no check.
 func WithHealthCheck(check func(context.Context) error, period time.Duration) Option {
 	return func(g *Guard) { g.health = &health{check: check, period: period} }
 }
 
-// The periods that a health check may have.
+// The shortest and the longest period of a health check.
 const (
 	minHealthPeriod = 10 * time.Millisecond
 	maxHealthPeriod = time.Hour
 )
 
-// health is what the check of a Guard says.
+// health is the health check of a Guard, and its results.
 type health struct {
 	check   func(context.Context) error
 	period  time.Duration
 	passed  atomic.Uint64 // checks that passed
-	failing atomic.Bool   // the last one failed
+	failing atomic.Bool   // the latest check failed
 }
 
 func (h *health) validate() error {
@@ -52,7 +52,7 @@ func (h *health) validate() error {
 	return errors.Join(p...)
 }
 
-// run asks the check until ctx ends. A check that does not return is not asked again.
+// run calls the check until ctx ends. If a check does not return, run calls no other.
 func (h *health) run(ctx context.Context, g *Guard) {
 	ticker := time.NewTicker(h.period)
 	defer ticker.Stop()
@@ -77,7 +77,7 @@ func (h *health) run(ctx context.Context, g *Guard) {
 			}
 			select {
 			case err = <-answer:
-				late = true // an answer from before: the next check tells
+				late = true // this answer is too old: the next check decides
 			case <-ctx.Done():
 			}
 		}
@@ -91,7 +91,7 @@ func (h *health) run(ctx context.Context, g *Guard) {
 	}
 }
 
-// tell takes the answer of a check.
+// tell takes the result of a check.
 func (h *health) tell(g *Guard, err error) {
 	if err != nil {
 		if !h.failing.Swap(true) {
@@ -110,7 +110,7 @@ func (h *health) tell(g *Guard, err error) {
 	}
 }
 
-// hasten wakes what waits for its next probe.
+// hasten wakes the messages that wait for their next probe.
 func (s *Source[M]) hasten(now time.Duration) {
 	s.mu.Lock()
 	for _, it := range slices.Clone(s.c.due) {

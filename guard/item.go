@@ -19,89 +19,99 @@ import (
 type phase uint8
 
 const (
-	idle       phase = iota // nowhere: only the closed path's word says so
+	idle       phase = iota // nowhere: only the closed path's word uses it
 	processing              // its handler runs
 	settling                // acked or dead-lettered, not yet confirmed
 	waiting                 // in front of the handler; held, if the source is not admitting
-	retryWait               // failed; waits its delay, a credit or a witness
+	retryWait               // failed; waits for its delay, a credit or a witness
 	phaseCount
 )
 
-// live tells whether a message of that phase still needs its handler or its verdict.
+// live tells whether a message of that phase still needs its handler or a verdict.
 func (p phase) live() bool { return p == processing || p == waiting || p == retryWait }
 
-// entry is a message in the ring: handed over, never handled yet.
+// entry is a message in the ring: this process has it, and has never handled it.
 type entry[M any] struct {
 	m       M
 	size    int
-	at      time.Duration // when this process was handed it
-	copy    *spilled      // on the disk; nil where the source does not spill
-	arrival int32         // its place in the machine's arrivals
+	at      time.Duration // when this process got the message
+	copy    *spilled      // the copy on the disk; nil if the source does not spill
+	arrival int32         // the place in machine.arrivals
 }
 
 // item is a message outside the ring: up next, being handled, or failed.
 type item[M any] struct {
 	entry[M]
-	id    uint64   // within the Guard; in the order of the source
+	id    uint64   // unique within the Guard; ascends in the order of the source
 	lane  *lane[M] // nil with OrderNone
 	phase phase
 
-	serial      uint64 // times it was given to a handler
-	tries       int    // handler calls so far, those that said nothing left out; see counted
-	call        int32  // the place of tries in the machine's calls, while it is not settling
-	doubtful    int32  // the place of luck in the machine's lucks, 0 for none
-	attempts    int    // those that count towards Retry.Attempts: not a probe that asks for life, not a witness
-	probes      int    // failed probes
+	// The handler calls, and what they prove. "life" is machine.life, the number of successes.
+	serial   uint64 // times the item was given to a handler
+	tries    int    // handler calls so far, without those that said nothing; see counted
+	call     int32  // the place of tries in machine.calls, while the item is not settling
+	doubtful int32  // the place of luck in machine.lucks, 0 for none
+	// attempts are calls that count towards Retry.Attempts: no probe that asks for life, and no
+	// call as a witness.
+	attempts    int
+	probes      int // failed probes
 	firstFailed time.Duration
-	exhausted   bool // its attempts are used up
+	exhausted   bool // the attempts are used up
 	exhaustedAt time.Duration
-	class       Class         // of its last error
-	life        uint64        // the machine's life when its latest call began, from the second on
-	luck        uint64        // the same when it last failed
-	after       int           // failures after a proof of life
-	alive       bool          // so was the last one
-	afterAt     time.Duration // when it was the last time
-	own         int           // of these, such as came after another success than the one before
-	relapses    int           // failures after others had succeeded since the one before
-	wordAt      time.Duration // when it got the last word
-	lastWord    bool          // a message behind it has succeeded: it has the rest of its attempts
-	doubted     bool          // it had the last word, and lost it to another
-	mute        bool          // as a witness it was ignored, permanent or at fault itself, which says nothing about the dependency
-	passed      bool          // let others go first since its last attempt
-	permanent   bool          // its verdict waits for a credit only
-	paid        bool          // it has its credit, and waits for the limit of dead letters only
-	credit      credit.Paid   // what its dead letter costs
-	begun       bool          // … and was handed to the writer, maybe in vain
-	tried       bool          // … which failed, and did not put it off
-	failures    []attempt     // the first and the latest ones …
-	noted       int           // … and how many of the machine's bytes they are
-	reason      Reason        // why it is parked
+	class       Class // of the latest error
+	// life is machine.life when the latest call began, from the second call on; with
+	// machine.beside from the first.
+	life     uint64
+	luck     uint64        // life at the latest failure
+	after    int           // failures after a proof of life
+	alive    bool          // the latest failure was after a proof of life
+	afterAt  time.Duration // when the latest failure after a proof of life was
+	own      int           // failures in after that had a new success since the failure before
+	relapses int           // failures with a success of others since the failure before
+	wordAt   time.Duration // when the item got the last word
+	lastWord bool          // something has succeeded: the item has the rest of its attempts
+	doubted  bool          // the item had the last word, and lost it when another was condemned
+	// mute: as a witness the item told nothing about the dependency, because it was ignored,
+	// permanent or itself at fault.
+	mute   bool
+	passed bool // the item has let others go first since its latest attempt
 
-	due   time.Duration // retryWait: when to try again
-	heap  int           // index in the machine's due heap, -1 outside
-	queue *queueOf[M]   // the one that it has a place in, nil for none
+	// The dead letter.
+	permanent bool        // the handler said Permanent: the item waits for a credit only
+	paid      bool        // the credit is paid, and the item waits for the limit of dead letters only
+	credit    credit.Paid // the credit of the dead letter
+	begun     bool        // the dead letter was given to the writer, maybe in vain
+	tried     bool        // the writer has failed to write it, other than by putting it off
+	failures  []attempt   // the first failure and the latest ones
+	noted     int         // how many of the machine's bytes failures takes
+	reason    Reason      // why the item is in retryWait
 
+	due   time.Duration // in retryWait: when to try again
+	heap  int           // index in machine.due, -1 outside
+	queue *queueOf[M]   // the queue that has a place for the item, nil for none
+
+	// The latest call.
 	token   circuit.Token
 	probe   bool
-	ctx     *callContext // of its latest call, in the function shape
+	ctx     *callContext // in the function shape
 	started time.Duration
-	slow    bool // reported to the breaker as slow already
-	offered bool // on Ready, not yet taken: nobody has it
-	place   int  // index in the machine's list of its phase, -1 outside
+	slow    bool // the breaker was told that the call is slow
+	offered bool // the item is on Ready, and nobody has taken it yet
+	place   int  // index in the machine's list of the phase, -1 outside
 
-	name         string     // over epochs; empty until it failed
-	lastDelivery bool       // the broker would not deliver it again; see last
-	verdict      dlq.Reason // why it is dead-lettered
-	rule         *dlq.Rule  // of the quarantine that it matches, nil for none
-	seen         uint64     // version of the book that it was compared with
-	wasParked    bool       // before it was taken aside to be compared
-	dead         bool       // its dead letter is confirmed
-	ignored      bool       // its handler said Ignore
-	guessed      bool       // it was taken for poison without proof
-	cameBack     bool       // it failed before it was parked, when life was luck
+	name         string     // the name of the message over epochs; empty until it has failed
+	lastDelivery bool       // the broker would not deliver the message again; see last
+	verdict      dlq.Reason // why the item is dead-lettered
+	rule         *dlq.Rule  // the quarantine rule that the item matches, nil for none
+	seen         uint64     // version of the quarantine that the item was compared with
+	wasParked    bool       // the item was in retryWait before it was taken aside to be compared
+	dead         bool       // the dead letter is confirmed
+	ignored      bool       // the handler returned Ignore
+	guessed      bool       // the item was taken for poison without proof
+	cameBack     bool       // the message failed when life was luck, and was parked
 }
 
-// context is that of its latest call, with the call's span if there is one.
+// context is the context of the latest call, with the call's span if there is one.
 func (it *item[M]) context() context.Context {
 	if it.ctx == nil {
 		return context.Background()
@@ -112,7 +122,7 @@ func (it *item[M]) context() context.Context {
 // decided tells whether no handler will be called for it again.
 func (it *item[M]) decided() bool { return it.permanent || it.paid || it.rule != nil }
 
-// witness tells whether an item is up out of turn, behind a head that fails.
+// witness tells whether an item is up out of turn, behind a failing head.
 func (it *item[M]) witness() bool {
 	l := it.lane
 	return l != nil && l.turn > 0 && l.turn < len(l.front) && l.front[l.turn] == it
@@ -122,19 +132,20 @@ func (it *item[M]) witness() bool {
 type attempt struct {
 	n     int
 	at    time.Duration
-	words dlq.ErrorInfo // of err: type and capped text
-	err   error         // of the latest only, as its stack
-	stack []byte
+	words dlq.ErrorInfo // type and capped text of the error
+	err   error         // nil unless this is the latest attempt
+	stack []byte        // nil unless this is the latest attempt
 }
 
-// maxFailures bounds the history kept of one item: the first and the latest.
+// maxFailures bounds the history of one item: the first failure and the latest ones.
 const maxFailures = 8
 
 // attemptBytes is the size of an attempt without its texts.
 const attemptBytes = 128
 
-// note keeps the latest failure as it is, and those before it in words: an error may hold
-// much more than its text, such as a stack or a response. The window's bytes include them.
+// note adds a failure to the item's history. Of earlier failures only the words stay: an error
+// may hold much more than its text, such as a stack or a response. The bytes of the window
+// include the history.
 func (c *machine[M]) note(now time.Duration, it *item[M], r result) {
 	if n := len(it.failures); n > 0 {
 		it.failures[n-1].err, it.failures[n-1].stack = nil, nil
@@ -151,34 +162,38 @@ func (c *machine[M]) note(now time.Duration, it *item[M], r result) {
 	c.keeps(it.noted - was)
 }
 
-// keeps counts bytes of histories.
+// keeps adds n bytes of failure histories; n may be negative.
 func (c *machine[M]) keeps(n int) {
 	c.bytes += int64(n)
 	c.noted += int64(n)
 }
 
-// lane is what must be handled in sequence: the source, or one key.
+// lane is a sequence of messages that must be handled in order: those of the source, or of one key.
 type lane[M any] struct {
-	key    uint64
-	queue  *ringbuf.Lane[entry[M]]
-	front  []*item[M] // taken from the queue, in order
-	turn   int        // which of front is up: the head, or in a look a witness behind it
-	waited bool       // that witness has asked for time
-	looks  int        // witnesses that failed behind this head, while the breaker was closed
-	groups int        // … in so many groups
-	rounds int        // looks of probes that this head failed
-	step   int        // witnesses called in this group or round …
-	depth  int        // … of so many …
-	from   int        // … behind so many, which earlier rounds have tried
-	beyond int        // how far behind this head rounds have come
-	deep   bool       // an operator has just dead-lettered in front: the next round goes as far as it may
-	queued bool       // stands in the machine's ready list
-	parked bool       // front[turn] is processing or waits for a retry
+	key   uint64
+	queue *ringbuf.Lane[entry[M]] // messages in the ring
+	front []*item[M]              // messages taken from queue, in order
 
-	untried, telling bool // as the machine's counts have it; see heads
+	// The look behind the head. A look with the breaker closed goes in groups; the look of a
+	// probe is a round.
+	turn   int  // index in front of the item that is up: 0, the head, or in a look a witness
+	waited bool // the witness at turn has asked for time
+	looks  int  // witnesses behind this head that failed while the breaker was closed
+	groups int  // groups that have begun behind this head
+	rounds int  // rounds that have begun behind this head
+	step   int  // witnesses called in this group or round
+	depth  int  // the most witnesses of this group or round
+	from   int  // witnesses that this round skips, because earlier rounds have tried them
+	beyond int  // how far behind this head rounds have come
+	deep   bool // an operator has dead-lettered the head before: the next round goes as far as it may
+
+	queued bool // the lane is in the machine's ready list
+	parked bool // front[turn] is processing or waits for a retry
+
+	untried, telling bool // whether the machine's counts of that name include the lane; see heads
 }
 
-// head is the lane's first item, nil if that is still in the ring.
+// head is the lane's first item, nil if the first message is still in the ring.
 func (l *lane[M]) head() *item[M] {
 	if len(l.front) == 0 {
 		return nil
@@ -230,8 +245,8 @@ func (h *dueHeap[M]) remove(it *item[M]) {
 	}
 }
 
-// last tells whether nobody will have the message again if this process crashes: the broker
-// has delivered it as often as it does, and it is not on the disk.
+// last tells whether the message would be lost if this process crashed: the broker will not
+// deliver it again, and it is not on the disk.
 func (it *item[M]) last() bool { return it.lastDelivery && !it.copy.kept() }
 
 // fifo is a queue that reuses its memory.

@@ -11,32 +11,32 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/storm"
 )
 
-// keepFor is how long a Guard remembers the budget and the guesses of a source
-// that ended. By then the free credits of a default budget have made up for a
-// balance of Exhausted that was spent, and the longest time that can be asked for
-// is over. A pause it remembers until it is resumed or over.
+// keepFor is how long a Guard remembers the budget and the guesses of a source that ended. After
+// that time the free credits of a default budget have refilled a spent balance of Exhausted, and
+// the longest time that Backoff can ask for is over. A pause is remembered until it is over or
+// an operator resumes the source.
 const keepFor = 2 * time.Hour
 
-// kept is what outlives an epoch: a channel or a claim that comes and goes must
-// neither refill the DLQ budget, nor start the guesses of an outage anew, nor undo
-// an operator's pause, nor call before its time a dependency that asked for time.
+// kept is what a source inherits from its previous epoch. A channel or a claim that comes and
+// goes must not refill the DLQ budget, begin the guesses of an outage anew, or undo an operator's
+// pause. It must not call a dependency that asked for time (Backoff) too early, either.
 type kept struct {
-	budget    *credit.Budget // nil if nothing is remembered but the pause
-	cfg       dlq.BudgetConfig
-	guesses   int // see machine
-	guessedAt time.Duration
-	stillAt   time.Duration // see machine
-	suspects  map[string]suspect
-	flaky     flakiness // by which the attempts of the suspects are judged
+	budget    *credit.Budget     // nil if only the pause is remembered
+	cfg       dlq.BudgetConfig   // the settings of budget
+	guesses   int                // machine.guesses
+	guessedAt time.Duration      // machine.guessedAt
+	stillAt   time.Duration      // machine.stillAt
+	suspects  map[string]suspect // machine.suspects
+	flaky     flakiness          // needed to judge the attempts of the suspects
 	paused    bool
-	pauseEnds time.Duration // see machine
-	asked     time.Duration // see machine
-	askedFor  error
-	askedText string
-	succeeded int64        // see elsewhere
-	storm     *storm.Saved // of a source whose breaker is not closed
-	at        time.Duration
-	restart   bool // by the process before
+	pauseEnds time.Duration // machine.pauseEnds
+	asked     time.Duration // machine.asked
+	askedFor  error         // machine.askedFor
+	askedText string        // machine.askedText
+	succeeded int64         // elsewhere.own
+	storm     *storm.Saved  // of a source whose breaker is not closed; else nil
+	at        time.Duration // when the epoch ended
+	restart   bool          // the process before this one remembered it
 }
 
 // keep remembers a source that has ended.
@@ -47,7 +47,7 @@ func (g *Guard) keep(name string, k kept) {
 	g.saver.hurry()
 }
 
-// recall gives what is remembered of a name to the source that takes it up.
+// recall returns what is remembered of a source's name, and forgets it.
 func (g *Guard) recall(name string) kept {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -56,7 +56,7 @@ func (g *Guard) recall(name string) kept {
 	return k
 }
 
-// forget drops what is too old. The sweeper calls it once a minute while
+// forget drops what was remembered for too long. The sweeper calls it once a minute while
 // sources run.
 func (g *Guard) forget(now time.Duration) {
 	g.mu.Lock()
@@ -77,8 +77,8 @@ func (g *Guard) forget(now time.Duration) {
 	}
 }
 
-// keepLocked is what outlives the source. Its own budget is left to whoever
-// still looks at it, and its suspects are those of the machine.
+// keepLocked returns what the next epoch inherits. The budget is a continuation: readers of this
+// source still have the old one. The suspects are shared with the machine.
 func (s *Source[M]) keepLocked(now time.Duration) kept {
 	s.c.earn()
 	k := kept{
@@ -89,7 +89,8 @@ func (s *Source[M]) keepLocked(now time.Duration) kept {
 	if s.c.life() == s.c.guessLuck {
 		k.guesses, k.guessedAt = s.c.guesses, s.c.guessedAt
 	}
-	if s.c.asked-now > s.c.policy.Retry.Base { // else it may be a Backoff of no time, by which adapters say that no attempt was made
+	// A shorter time may be a Backoff of no time, which adapters use to say that no attempt was made.
+	if s.c.asked-now > s.c.policy.Retry.Base {
 		k.asked, k.askedFor, k.askedText = s.c.asked, s.c.askedFor, s.c.askedText
 	}
 	if !s.c.closed() {
@@ -100,9 +101,9 @@ func (s *Source[M]) keepLocked(now time.Duration) kept {
 	return k
 }
 
-// besides counts the successes of a parent from now on, nil for none. Budget, guesses and
-// proof begin at 0 with each epoch: what the parent had counted before would fill a
-// balance that an earlier epoch has spent.
+// besides returns a function that counts the successes of a parent from now on; nil without a
+// parent. Budget, guesses and proof begin at 0 with each epoch: earlier successes of the parent
+// would fill a balance that an earlier epoch has spent.
 func besides(from parent) func() uint64 {
 	if from == nil {
 		return nil
@@ -111,10 +112,9 @@ func besides(from parent) func() uint64 {
 	return func() uint64 { return max(from.successes(), base) - base }
 }
 
-// resumeLocked takes up what an earlier epoch left; a budget of other settings
-// begins anew.
+// resumeLocked takes over what the previous epoch left. A budget with other settings begins anew.
 func (s *Source[M]) resumeLocked(now time.Duration, k kept) {
-	s.c.paused, s.c.pauseEnds = k.paused, k.pauseEnds // the sweeper ends one whose time is over
+	s.c.paused, s.c.pauseEnds = k.paused, k.pauseEnds // the sweeper ends a pause whose time is over
 	s.c.guesses, s.c.guessedAt, s.c.stillAt = k.guesses, k.guessedAt, k.stillAt
 	s.c.asked, s.c.askedFor, s.c.askedText = k.asked, k.askedFor, k.askedText
 	s.c.suspects, s.c.flaky = k.suspects, k.flaky
@@ -125,6 +125,6 @@ func (s *Source[M]) resumeLocked(now time.Duration, k kept) {
 	}
 	if k.storm != nil && !s.c.closed() {
 		s.c.storm.Restore(now, *k.storm)
-		s.c.wasClosed, s.c.shutAt = false, now // notice is to see it close
+		s.c.wasClosed, s.c.shutAt = false, now // so that notice sees the breaker close
 	}
 }

@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// keepAlive starts the goroutine that extends everything unsettled each third
-// of the broker's AckWait, and returns what ends it.
+// keepAlive starts the goroutine that extends all unsettled messages every AckWait/3.
+// stop ends it.
 func (s *Source[M]) keepAlive() (stop func()) {
 	if s.limits.AckWait <= 0 {
 		return func() {}
@@ -34,18 +34,18 @@ func (s *Source[M]) keepAlive() (stop func()) {
 	}
 }
 
-// extend tells the port of everything that is unsettled.
+// extend extends all unsettled messages.
 func (s *Source[M]) extend() {
 	s.mu.Lock()
 	ms := s.c.messages(nil)
-	for _, it := range s.c.going { // with the writer, or waiting for the loop to ack it
+	for _, it := range s.c.going { // the writer has the dead letter, or the loop must ack
 		ms = append(ms, it.m)
 	}
 	if len(s.batch) > 0 {
 		w := s.word.Load()
 		n := s.batchLeftLocked(w >> phaseBits)
 		if phase(w&phaseMask) == processing {
-			n++ // the one in hand
+			n++ // the message in hand
 		}
 		ms = append(ms, s.batch[len(s.batch)-min(n, len(s.batch)):]...)
 	}
@@ -66,8 +66,8 @@ func (s *Source[M]) extend() {
 		s.port.Extend(ms)
 	}
 	busy = busy || phase(s.word.Load()&phaseMask) == processing
-	if busy && !s.fenced.Load() { // else End did not wait for Extend
-		// Acks that the loop has coalesced must not wait behind a slow handler.
+	if busy && !s.fenced.Load() { // fenced: End did not wait for Extend
+		// The loop's coalesced acks must not wait behind a slow handler.
 		if err := s.port.Flush(); err != nil {
 			s.mu.Lock()
 			s.c.tally.AckFailures++

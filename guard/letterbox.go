@@ -19,76 +19,81 @@ import (
 const (
 	// writeTimeout bounds one call of a dead-letter writer.
 	writeTimeout = 30 * time.Second
-	// writeLate is when a call that has not heeded its context is said.
+	// writeLate is how long a call takes before the guard logs that it ignores its context.
 	writeLate = writeTimeout + 5*time.Second
 	// writeBase and writeMax bound the pause after failed writes: full jitter.
 	writeBase = 100 * time.Millisecond
 	writeMax  = 10 * time.Second
-	// writeTries bounds the failed writes without a pause, each of another source.
+	// writeTries bounds the failed writes in a row without a pause, each of another source.
 	writeTries = 8
-	// writeSlow is for how long a write keeps the letters of other sources waiting.
+	// writeSlow is how long a write keeps the letters of other sources waiting.
 	writeSlow = time.Second
 	// writesAtOnce bounds the writes under way, each of another source. All but one of them
-	// are slow, and half of them at most are of sources that are ill. A write that is late
+	// are slow, and at most half of them are of ill sources. A write that is late (writeLate)
 	// does not count: it may never return.
 	writesAtOnce = 8
-	// putOffMax bounds the pause before what was put off is offered again.
+	// putOffMax bounds the pause before a letter that was put off is offered again.
 	putOffMax = time.Second
 )
 
-// letterbox writes the dead letters of all sources that share a writer, one after the
-// other, on a goroutine that lives as long as there are any. A write that takes longer than
-// writeSlow goes on beside those of other sources. The letterbox is the writer's own
-// breaker. A letter that is not taken waits for a pause: alone if the writer
-// refuses it or puts it off ([dlq.ErrPutOff]) or [Port.Meta] fails, and with all letters of its
-// source if the write failed, since sources may have DLQs of their own. The others are written
-// meanwhile, but after 8 failed writes in a row all wait. A letter of a source that fails, which
-// may take writeTimeout, and one of another source take turns.
+// letterbox is the dispatcher: it writes the dead letters of all sources that share a writer, one
+// after the other. It is also the breaker of that writer. Its goroutine ends when no letter is
+// left. A write that takes longer than writeSlow goes on beside the writes of other sources.
+//
+// A letter that the writer does not take waits for a pause. It waits alone if the writer refuses
+// it or puts it off ([dlq.ErrPutOff]), or if [Port.Meta] fails. If the write failed, all letters
+// of its source wait, because each source may have its own DLQ. Letters of other sources are
+// written meanwhile, but after writeTries failed writes in a row all wait.
+//
+// Ill sources, whose writes may take writeTimeout, and the other sources take turns.
 type letterbox struct {
 	g      *Guard
 	writer dlq.Writer
-	own    bool // of one source, which parks
-	users  int  // open sources that have it; Guard.mu
+	own    bool // the dispatcher has one source only, which parks
+	users  int  // open sources that use it; guarded by Guard.mu
 
+	// Guarded by mu.
 	mu      sync.Mutex
 	running bool
-	well    fifo[postable]      // letters that may be written, of sources that are not ill
-	sick    fifo[postable]      // letters that may be written, of those that are
-	failed  bench               // letters whose write failed, and all of sources that are down
-	refused bench               // letters that the writer refuses, and whose message cannot be described
-	putOffs bench               // letters that it does not take yet
-	back    fifo[postable]      // letters that go back to their sources
-	unsort  bool                // some of the others may go back
-	slow    map[string]bool     // sources whose letter is at the writer for longer than writeSlow, or writeLate …
-	behind  []postable          // … and their next letters
-	done    fifo[*writing]      // slow writes that are over
-	more    chan struct{}       // has room for one: there is more to do
-	down    map[string]struct{} // sources whose letters wait for the pause of failed
-	ill     map[string]struct{} // sources whose last letter failed or was refused
-	wasIll  bool                // the last letter was of such a source
-	broken  bool                // no write has succeeded since one failed or became slow
-	row     int                 // failed writes in a row
-	ails    map[string]ailment  // sources of which a letter fails
-	waits   map[string]error    // why the last letter of a source was put off
+	well    fifo[postable]  // letters that may be written, of sources that are not ill
+	sick    fifo[postable]  // letters that may be written, of ill sources
+	failed  bench           // letters whose write failed, and all letters of sources that are down
+	refused bench           // letters that the writer refuses, or whose message cannot be described
+	putOffs bench           // letters that the writer does not take yet
+	back    fifo[postable]  // letters that go back to their sources
+	unsort  bool            // some letters in the other lists may have to go into back
+	slow    map[string]bool // sources whose write takes longer than writeSlow; true if longer than writeLate
+	behind  []postable      // the next letters of the sources in slow
+	done    fifo[*writing]  // slow writes that are over
+	more    chan struct{}   // holds a token while there may be more to do; capacity 1
+
+	// What writes have shown. A source is ill if its last letter failed or was refused.
+	down   map[string]struct{} // sources whose letters wait for the pause of failed
+	ill    map[string]struct{} // ill sources
+	wasIll bool                // the last turn was of the ill sources
+	broken bool                // no write has succeeded since one failed or became slow
+	row    int                 // failed writes in a row
+	ails   map[string]ailment  // sources that have a failing letter
+	waits  map[string]error    // why the last letter of a source was put off
 }
 
 // ailment is why letters of a source fail.
 type ailment struct {
-	err   error // of the last that did; nil for none
-	since time.Duration
-	late  bool // a write of the source was late, which was said
+	err   error         // the error of the latest failed letter; nil for none
+	since time.Duration // when letters of the source began to fail
+	late  bool          // a write of the source was late, and that was logged
 }
 
-// bench is where letters wait before they are tried again, for one reason. Its pauses
-// double from writeBase while any is left for which that is the last answer.
+// bench is where letters wait before they are tried again, all for the same kind of answer. Its
+// pauses double from writeBase while it has letters in last.
 type bench struct {
 	top    time.Duration         // bounds a pause
-	last   map[postable]struct{} // letters whose last answer this is, wherever they are …
-	of     map[string]int        // … and how many a source has of them
+	last   map[postable]struct{} // letters whose latest answer was of this kind, wherever they are
+	of     map[string]int        // how many letters in last each source has
 	tried  []postable            // letters that had the answer, and wait for the pause to end
-	others []postable            // letters that wait with them, and come first then
+	others []postable            // letters that wait with tried, and come before them
 	until  time.Duration         // when the pause ends; 0 for none
-	pauses int
+	pauses int                   // pauses since last was empty
 }
 
 func newBench(top time.Duration) bench {
@@ -109,7 +114,7 @@ func (w *bench) add(now time.Duration, g *Guard, l postable) {
 	}
 }
 
-// drop forgets a letter that had another answer, or none.
+// drop forgets a letter that had an answer of another kind, or goes back to its source.
 func (w *bench) drop(l postable) {
 	if _, was := w.last[l]; was {
 		delete(w.last, l)
@@ -122,7 +127,7 @@ func (w *bench) drop(l postable) {
 	}
 }
 
-// end ends the pause if it is over, and puts what has waited in the queue.
+// end ends the pause if its time is over, and puts the waiting letters into the queue.
 func (w *bench) end(now time.Duration, queue *fifo[postable]) (over bool) {
 	if w.until == 0 || now < w.until {
 		return false
@@ -140,27 +145,28 @@ func (w *bench) end(now time.Duration, queue *fifo[postable]) (over bool) {
 type postable interface {
 	// record makes the dead letter. The error is [ErrClosed] if the source has ended.
 	record() (*dlq.Record, error)
-	// park writes it away for another try; parked is false if it is to be dead-lettered.
+	// park parks the message for another try. parked is false if it is to be dead-lettered.
 	park(ctx context.Context, r *dlq.Record) (parked bool, err error)
-	// confirmed tells the source that it is written, as a dead letter or parked.
+	// confirmed tells the source that the letter is written, or the message parked.
 	confirmed(ctx context.Context, parked bool)
-	// source is the name of its source.
+	// source is the name of the letter's source.
 	source() string
-	// from says whose it is.
+	// from describes the letter's source.
 	from() letterFrom
-	// wrote is told of each call of the writer.
+	// wrote is called after each call of the writer.
 	wrote(ctx context.Context, took time.Duration, err error)
-	// ends tells whether its source ends, and whether its messages are another's to handle.
+	// ends tells whether the source ends, and whether another process handles its messages now.
 	ends() (ended, revoked bool)
-	// undone hears that it is not written. It tells whether its source ends and has it back.
+	// undone tells the source that the letter is not written. It returns true if the source ends
+	// and takes the letter back.
 	undone(err error) bool
 }
 
-// letterFrom is whose dead letter it is.
+// letterFrom describes the source of a dead letter.
 type letterFrom struct {
 	cfg   SourceConfig
 	topic string
-	class Class // of its last error
+	class Class // of the message's last error
 }
 
 func newLetterbox(g *Guard, w dlq.Writer, own bool) *letterbox {
@@ -169,7 +175,7 @@ func newLetterbox(g *Guard, w dlq.Writer, own bool) *letterbox {
 	return b
 }
 
-// begin makes it as new.
+// begin resets the dispatcher to its state without letters.
 func (b *letterbox) begin() {
 	b.down, b.ill, b.slow = make(map[string]struct{}), make(map[string]struct{}), make(map[string]bool)
 	b.ails, b.waits = make(map[string]ailment), make(map[string]error)
@@ -199,8 +205,8 @@ func (b *letterbox) post(l postable) {
 	token(b.more)
 }
 
-// sourceEnds gives the letters of a source that ends back to it, as backLocked says. It does
-// not wait for the writer.
+// sourceEnds gives letters back to a source that ends; backLocked decides which. It does not wait
+// for the writer.
 func (b *letterbox) sourceEnds() {
 	b.mu.Lock()
 	b.sortLocked()
@@ -215,7 +221,7 @@ func (b *letterbox) sourceEnds() {
 	token(b.more)
 }
 
-// countLocked is how many letters there are, but for those at the writer.
+// countLocked is how many letters there are, without those at the writer.
 func (b *letterbox) countLocked() int {
 	n := b.well.len() + b.sick.len() + b.back.len() + len(b.behind)
 	for _, w := range b.benches() {
@@ -224,7 +230,7 @@ func (b *letterbox) countLocked() int {
 	return n
 }
 
-// ready is nil unless letters fail. It names the source whose have for longest.
+// ready is nil unless letters fail. The error names the source whose letters have failed longest.
 func (b *letterbox) ready() error {
 	b.mu.Lock()
 	source, err := b.worstLocked()
@@ -239,7 +245,7 @@ func (b *letterbox) ready() error {
 	return fmt.Errorf("guard: dead letters of source %s and %d more: %w", source, others, err)
 }
 
-// trouble is why the letters of a source are not written, nil for no reason.
+// trouble is why the letters of a source are not written, nil if they are.
 func (b *letterbox) trouble(source string) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -250,7 +256,7 @@ func (b *letterbox) trouble(source string) error {
 	return err
 }
 
-// worstLocked is the source whose letters have failed for longest, and why.
+// worstLocked is the source whose letters have failed longest, and why.
 func (b *letterbox) worstLocked() (source string, err error) {
 	var since time.Duration
 	for name, a := range b.ails {
@@ -261,14 +267,14 @@ func (b *letterbox) worstLocked() (source string, err error) {
 	return source, err
 }
 
-// putOff is why letters of a source wait that the writer does not take yet, nil for none.
+// putOff is why the writer has put off letters of a source, nil if it has not.
 func (b *letterbox) putOff(source string) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.waits[source]
 }
 
-// answer is what a write came to.
+// answer is the result of a write.
 type answer uint8
 
 const (
@@ -276,10 +282,11 @@ const (
 	notYet         // put off
 	refused
 	broken
-	unread // none: its message cannot be described, which says nothing about the writer
+	unread // no write: the message cannot be described, which says nothing about the writer
 )
 
-// answerOf calls methods of the error, so no lock may be held.
+// answerOf is the answer that an error means. It calls methods of the error, so the caller must
+// hold no lock.
 func answerOf(err error) answer {
 	switch {
 	case err == nil:
@@ -292,8 +299,8 @@ func answerOf(err error) answer {
 	return broken
 }
 
-// noted keeps what a write came to. It returns why letters of the source failed before, and
-// why they do now.
+// noted records the answer to a write. It returns why letters of the source failed before (was),
+// and why they fail now (is).
 func (b *letterbox) noted(l postable, what answer, err error) (was, is ailment) {
 	now := b.g.now()
 	b.mu.Lock()
@@ -325,7 +332,7 @@ func (b *letterbox) noted(l postable, what answer, err error) (was, is ailment) 
 	return was, b.ails[l.source()]
 }
 
-// ailsLocked keeps why letters of a source fail.
+// ailsLocked records why letters of a source fail.
 func (b *letterbox) ailsLocked(now time.Duration, source string, err error) {
 	a := b.ails[source]
 	if a.err == nil {
@@ -335,9 +342,9 @@ func (b *letterbox) ailsLocked(now time.Duration, source string, err error) {
 	b.ails[source] = a
 }
 
-// forget drops a letter whose source has ended or has it back. What it was answered says
-// something about the others all the same. With the last one that fails ends what tell has
-// said of the source: it is no longer this process that waits for the DLQ.
+// forget drops a letter whose source has ended or has taken it back. The answer to the letter
+// still counts for the others. If it was the source's last failing letter, forget logs the end of
+// what tell has logged: this process no longer waits for the DLQ.
 func (b *letterbox) forget(l postable, what answer) {
 	b.mu.Lock()
 	was := b.ails[l.source()]
@@ -354,7 +361,7 @@ func (b *letterbox) forget(l postable, what answer) {
 	}})
 }
 
-// answeredLocked keeps what an answer says about a source and the writer.
+// answeredLocked records what an answer says about a source and the writer.
 func (b *letterbox) answeredLocked(l postable, what answer) {
 	switch what {
 	case written:
@@ -372,13 +379,13 @@ func (b *letterbox) answeredLocked(l postable, what answer) {
 	}
 }
 
-// breakLocked notes that the writer may not work.
+// breakLocked records that the writer may be broken.
 func (b *letterbox) breakLocked() {
 	b.unsort = b.unsort || !b.broken
 	b.broken = true
 }
 
-// endLocked ends the pauses that are over, and tells whether that after failed writes is.
+// endLocked ends the pauses whose time is over, and tells whether it ended that of failed.
 func (b *letterbox) endLocked(now time.Duration) (failed bool) {
 	if failed = b.failed.end(now, &b.well); failed {
 		clear(b.down)
@@ -388,8 +395,8 @@ func (b *letterbox) endLocked(now time.Duration) (failed bool) {
 	return failed
 }
 
-// dropLocked takes a letter from all benches but one. Its source is well once no letter of it
-// fails.
+// dropLocked takes a letter from all benches but one. A source has no ailment any more once none
+// of its letters fails.
 func (b *letterbox) dropLocked(l postable, but *bench) {
 	for _, w := range b.benches() {
 		if w != but {
@@ -405,9 +412,10 @@ func (b *letterbox) dropLocked(l postable, but *bench) {
 	}
 }
 
-// backLocked tells whether a letter goes back to its source, which ends: what was put off
-// may not be taken before, and what fails, or is behind a slow write, would keep a whole
-// consumer group waiting. While the writer is broken none is tried for that.
+// backLocked tells whether a letter goes back to its source, because the source ends. A letter
+// that was put off goes back: the writer may not take it in time. If the source was revoked, a
+// letter that fails or is behind a slow write goes back, too: it would keep a whole consumer group
+// waiting. While the writer is broken, all letters of a revoked source go back untried.
 func (b *letterbox) backLocked(l postable) bool {
 	ended, revoked := l.ends()
 	if !ended {
@@ -420,7 +428,7 @@ func (b *letterbox) backLocked(l postable) bool {
 	return putOff || revoked && (alone || ill || slow || b.broken)
 }
 
-// sortLocked finds the letters that go back.
+// sortLocked moves the letters that go back to their sources into back.
 func (b *letterbox) sortLocked() {
 	b.unsort = false
 	goes := func(l postable) bool {
@@ -444,17 +452,16 @@ func (b *letterbox) sortLocked() {
 	}
 }
 
-// turn is what the dispatcher does next. With no letter it waits until then, if that is not
-// 0, and with over there is none left.
+// turn is what the dispatcher does next. Without l and done it waits.
 type turn struct {
-	l     postable
-	back  bool     // it goes back to its source
-	done  *writing // a slow write that is over
-	until time.Duration
-	over  bool
+	l     postable      // the letter to write or give back; nil for none
+	back  bool          // l goes back to its source
+	done  *writing      // a slow write that is over; nil for none
+	until time.Duration // when to stop waiting; 0: only when woken
+	over  bool          // no letter is left
 }
 
-// next takes a letter that need not wait.
+// next returns the next turn: if possible, with a letter that need not wait.
 func (b *letterbox) next(ctx context.Context) (t turn) {
 	now := b.g.now()
 	b.mu.Lock()
@@ -487,7 +494,7 @@ func (b *letterbox) next(ctx context.Context) (t turn) {
 	if b.row >= writeTries {
 		return turn{until: b.failed.until}
 	}
-	for range 3 { // the second may find letters for the first
+	for range 3 { // a turn of one kind may find letters for the other kind
 		b.wasIll = !b.wasIll
 		if t.l = b.takeLocked(b.wasIll); t.l != nil {
 			return t
@@ -501,7 +508,8 @@ func (b *letterbox) next(ctx context.Context) (t turn) {
 	return t
 }
 
-// takeLocked takes the first letter of a source that is ill, or is not, nil if there is none.
+// takeLocked takes the first letter of an ill source, or of one that is not ill, nil if there is
+// none.
 func (b *letterbox) takeLocked(ill bool) postable {
 	from, other := &b.well, &b.sick
 	if ill {
@@ -529,7 +537,7 @@ func (b *letterbox) takeLocked(ill bool) postable {
 	return nil
 }
 
-// slowLocked is how many slow writes are not late, of all sources or of those that are ill.
+// slowLocked is how many slow writes are not late: with ill those of ill sources, else all.
 func (b *letterbox) slowLocked(ill bool) (n int) {
 	for source, late := range b.slow {
 		if _, is := b.ill[source]; !late && (is || !ill) {
@@ -539,7 +547,7 @@ func (b *letterbox) slowLocked(ill bool) (n int) {
 	return n
 }
 
-// hurryLocked lets the next letters of a source be written: its slow write is over.
+// hurryLocked lets the next letters of a source be written, because its slow write is over.
 func (b *letterbox) hurryLocked(source string) {
 	delete(b.slow, source)
 	for b.well.len() > 0 {
@@ -551,8 +559,8 @@ func (b *letterbox) hurryLocked(source string) {
 	b.behind = nil
 }
 
-// retireLocked makes the Guard forget a box that no source has and that writes nothing. One
-// that still writes stays, so that the writer's next source has the same.
+// retireLocked makes the Guard forget a dispatcher that no source uses and that writes nothing. A
+// dispatcher that still writes stays, so that the writer's next source uses the same one.
 func (b *letterbox) retireLocked() {
 	if b.running {
 		return
@@ -581,14 +589,14 @@ func (b *letterbox) run(ctx context.Context) {
 	}
 }
 
-// wait waits until there is more to do, or then, if that is not 0.
+// wait waits until there is more to do, or until the time then, if it is not 0.
 func (b *letterbox) wait(ctx context.Context, then time.Duration) {
 	var pause <-chan time.Time
 	if then > 0 {
 		pause = time.After(then - b.g.now())
 	}
 	ended := ctx.Done()
-	if ctx.Err() != nil { // slow writes are to heed it, too
+	if ctx.Err() != nil { // the slow writes still have to return
 		ended = nil
 	}
 	select {
@@ -601,21 +609,21 @@ func (b *letterbox) wait(ctx context.Context, then time.Duration) {
 // writing is a letter at the writer.
 type writing struct {
 	l      postable
-	r      *dlq.Record     // nil if its message cannot be described
+	r      *dlq.Record     // nil if the message cannot be described
 	span   context.Context //nolint:containedctx // of the write
 	parked bool
 	err    error
 }
 
-// deliver writes a letter. If that takes longer than writeSlow it goes on by itself, and next
-// has it when it is over.
+// deliver writes a letter. A write that takes longer than writeSlow goes on by itself; when it is
+// over, next returns it as done.
 func (b *letterbox) deliver(ctx context.Context, l postable) {
 	w, over := &writing{l: l}, make(chan struct{})
-	go func() { // run does not end before it
+	go func() { // run does not end before this goroutine
 		defer close(over)
 		returned := false
 		defer func() {
-			if !returned { // a Goexit, such as one of a tracer's: nothing is known to be written
+			if !returned { // a Goexit, such as one of a tracer: the letter may not be written
 				w.err = &lostCallError{"dead-letter write", "called runtime.Goexit", debug.Stack()}
 			}
 		}()
@@ -636,14 +644,14 @@ func (b *letterbox) deliver(ctx context.Context, l postable) {
 	b.slow[l.source()] = false
 	b.breakLocked()
 	b.mu.Unlock()
-	go func() { // nor before this one
+	go func() { // run does not end before this goroutine
 		slow.Reset(writeLate - writeSlow)
 		select {
 		case <-over:
 			slow.Stop()
 		case <-slow.C:
 			b.mu.Lock()
-			b.slow[l.source()] = true // no other source waits for it any more
+			b.slow[l.source()] = true // late: other sources no longer wait for this write
 			b.mu.Unlock()
 			token(b.more)
 			<-over
@@ -655,7 +663,7 @@ func (b *letterbox) deliver(ctx context.Context, l postable) {
 	}()
 }
 
-// finish takes what a letter came to.
+// finish takes the result of a write.
 func (b *letterbox) finish(w *writing) {
 	l, err := w.l, w.err
 	switch {
@@ -681,8 +689,8 @@ func (b *letterbox) finish(w *writing) {
 	}
 }
 
-// tell logs that the writer fails for a source, or works again. The source holds its dead
-// letters meanwhile, and its order what stands behind these.
+// tell logs that the writer fails for a source, or works again. While it fails, the source holds
+// its dead letters, and its order holds the messages behind them.
 func (b *letterbox) tell(from letterFrom, was, is ailment) {
 	now, err := b.g.now(), is.err
 	if err == nil {
@@ -709,11 +717,11 @@ func (b *letterbox) tell(from letterFrom, was, is ailment) {
 	b.g.journal.say(now, line{slog.LevelWarn, lineWriter, from.topic, false, args})
 }
 
-// errWriteLate is the trouble of a writer whose call goes on.
+// errWriteLate is the ailment of a source whose write goes on after its context has ended.
 var errWriteLate = errors.New("the call has not returned 5s after its context ended")
 
-// watch says that a write goes on after its context has ended. The caller calls done when
-// the write has returned.
+// watch logs it if a write goes on after its context has ended. The caller calls done when the
+// write has returned.
 func (b *letterbox) watch(from letterFrom) (done func()) {
 	returned := false
 	late := time.AfterFunc(writeLate, func() {
@@ -736,8 +744,8 @@ func (b *letterbox) watch(from letterFrom) (done func()) {
 	}
 }
 
-// write writes one letter; one that is too large is trimmed and tried once more. span is the
-// write's context, for what is measured of it later.
+// write writes one letter. A letter that is too large is trimmed and tried once more. span is the
+// write's context, for later measurements.
 func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) (span context.Context, parked bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
@@ -755,7 +763,7 @@ func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) (span 
 	return context.WithoutCancel(ctx), parked, err
 }
 
-// attempt is one call of the writer.
+// attempt calls the writer once.
 func (b *letterbox) attempt(ctx context.Context, l postable, r *dlq.Record) error {
 	start := b.g.now()
 	err := apart("dead-letter writer", func() error { return b.writer.Write(ctx, r) })
@@ -763,8 +771,8 @@ func (b *letterbox) attempt(ctx context.Context, l postable, r *dlq.Record) erro
 	return err
 }
 
-// apart calls f on a goroutine of its own, which a panic or a Goexit costs: it is a
-// failure whatever it was called with.
+// apart calls f on a goroutine of its own. A panic or a Goexit ends only that goroutine, and is
+// always a failure, whatever the value of the panic.
 func apart(who string, f func() error) (err error) {
 	gone := make(chan struct{})
 	go func() {
@@ -789,10 +797,10 @@ func apart(who string, f func() error) (err error) {
 	return err
 }
 
-// metaCall is a call of a port that may fail a letter.
+// metaCall names the call of a port that may fail a letter.
 const metaCall = "Port.Meta"
 
-// lostCallError is a call, of a dead-letter writer or a port, that did not return.
+// lostCallError says that a call of a dead-letter writer or a port panicked or called Goexit.
 type lostCallError struct {
 	who, what string
 	stack     []byte
@@ -814,7 +822,7 @@ func (l letter[M]) record() (*dlq.Record, error) {
 	meta, err := s.meta(it.m)
 	s.mu.Lock()
 	fenced := s.fenced.Load()
-	it.begun = !fenced && (err == nil || it.begun) // else its credit is given back
+	it.begun = !fenced && (err == nil || it.begun) // if not begun, its credit is given back
 	s.endLocked()
 	s.mu.Unlock()
 	switch {
@@ -864,7 +872,8 @@ func (l letter[M]) ends() (ended, revoked bool) {
 	}
 }
 
-// undone gives a letter back to its source if that ends, as backLocked says.
+// undone gives a letter back to its source if the source ends, and the letter was put off or the
+// source was revoked; see backLocked.
 func (l letter[M]) undone(err error) (given bool) {
 	s := l.s
 	putOff := errors.Is(err, dlq.ErrPutOff)

@@ -19,7 +19,7 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
-// The log lines. docs/operating.md lists the same, and a test compares the two.
+// The log lines. docs/operating.md lists them, and a test compares the two lists.
 const (
 	lineOpened     = "breaker opened"
 	lineStillOpen  = "breaker is still open"
@@ -54,62 +54,64 @@ const (
 
 const (
 	// letterLines is how many dead letters of a topic or queue are logged one by one in
-	// each letterSpan. The others are one line at its end.
+	// each letterSpan. The other dead letters share one line at the end of the span.
 	letterLines = 10
 	letterSpan  = time.Minute
 
-	// joinBase and joinMax bound the time in which lines of one text and one topic are
-	// joined. It doubles with each line, and starts anew after joinMax without one.
+	// joinBase and joinMax bound the time in which lines with the same text and topic are
+	// joined into one. The time doubles with each line. After joinMax without such a line
+	// it is joinBase again.
 	joinBase = time.Second
 	joinMax  = time.Minute
 
 	// stillEvery is how often an open breaker is logged again.
 	stillEvery = time.Minute
 
-	// needEvery is how often sources are asked whether they need a person, and
-	// needAgain how often one that still does is logged again.
+	// needEvery is how often the sweeper asks sources whether they need a person.
 	needEvery = 10 * time.Second
+	// needAgain is how often a lasting need is logged again.
 	needAgain = time.Hour
-	// needCredit is for how long a message waits for a credit before that is logged:
-	// successes earn credits, and mostly soon. needHead is the same for messages that
-	// fail, and nothing brings them on. needReturn is how long after Policy.Timeout a
-	// message is still with its handler: one that heeds its context needs a moment.
+	// needCredit is how long a message must wait for a credit before that is logged:
+	// successes earn credits, mostly soon.
 	needCredit = time.Minute
-	needHead   = 5 * time.Minute
+	// needHead is how long messages must fail without progress before that is logged.
+	needHead = 5 * time.Minute
+	// needReturn is how long after Policy.Timeout a handler must still run before that is
+	// logged: a handler needs a moment to react to the end of its context.
 	needReturn = 10 * time.Second
 )
 
-// A DeadLetter is one that is written and confirmed.
+// A DeadLetter is a dead letter that the writer has confirmed.
 type DeadLetter struct {
 	Source                 string // SourceConfig.Name
-	Destination, Partition string // SourceConfig's
-	Class                  Class  // of the last error
+	Destination, Partition string // SourceConfig.Destination and .Partition
+	Class                  Class  // class of the last error
 
-	// Record is what was written: reason, attempts, cause, history, and the message
-	// itself. It must not be changed, the writer may have kept it.
+	// Record is the written dead letter: reason, attempts, cause, history, and the message
+	// itself. Do not change it: the writer may have kept it.
 	Record *dlq.Record
 }
 
 // OnDeadLetter calls f for each dead letter, after the writer has confirmed it and before
-// the message is acked. A message that was parked ([Parker]) is none. If the
-// process crashes in between, its dead letter is written again, and f called again.
+// the message is acked. If the process crashes in between, the dead letter is written
+// again, and f is called again. A parked message ([Parker]) is no dead letter.
 //
-// f is called by the goroutine that hands out the dead letters, under no lock: those of
-// one writer after each other, those of different writers at the same time. No other
-// write of that writer begins before f returns, so f must return quickly, and must
+// f is called under no lock, on the goroutine that hands the dead letters to the writer:
+// one call after the other for one writer, concurrent calls for different writers. No
+// other write of that writer begins before f returns. So f must return quickly, and must
 // not call [Guard.Close] or [Source.End]. A panic or a [runtime.Goexit] in f is logged and
 // has no other effect. Of several OnDeadLetter the last counts; nil means none.
 func OnDeadLetter(f func(DeadLetter)) Option { return func(g *Guard) { g.onLetter = f } }
 
-// A Watcher is told what the functions of OnStateChange and OnDeadLetter are told, under
-// the same rules. Either may be nil.
+// A Watcher gets the same calls as the functions of [OnStateChange] and [OnDeadLetter],
+// under the same rules. Either function may be nil.
 type Watcher struct {
 	StateChange func(StateChange)
 	DeadLetter  func(DeadLetter)
 }
 
-// Watch tells w what happens from now on, until stop is called. A call that is under way
-// then may end later.
+// Watch calls the functions of w from now on, until stop is called. A call that is under
+// way may end after stop.
 func (g *Guard) Watch(w Watcher) (stop func()) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -121,7 +123,7 @@ func (g *Guard) Watch(w Watcher) (stop func()) {
 	}
 }
 
-// watching are the watchers of this moment. The slice is never changed.
+// watching returns the present watchers. The slice never changes.
 func (g *Guard) watching() []*Watcher {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -130,43 +132,44 @@ func (g *Guard) watching() []*Watcher {
 
 // A StateChange is a breaker that opened or closed, or a storm that began or ended.
 type StateChange struct {
-	// Scope is the breaker's scope, such as "group/topic/partition". Of a storm it is
-	// what processes compare it over, such as "group/topic".
+	// Scope is the breaker's scope, such as "group/topic/partition". For a storm it is
+	// the key by which processes compare storms, such as "group/topic".
 	Scope string
 
-	// Source is the source in storm; empty for a breaker, which may have many.
+	// Source is the source in storm. It is empty for a breaker, which may have many
+	// sources.
 	Source string
 
 	Reason Reason // ReasonBreaker or ReasonStorm
-	Fleet  bool   // the storm is one of the fleet
-	Active bool   // the breaker is open, the storm has begun
+	Fleet  bool   // the storm is a storm of the fleet
+	Active bool   // the breaker has opened, or the storm has begun
 
 	// Detail is the breaker's cause, or the storm's readings.
 	Detail string
 
-	// Error and Class are of the last failed call in the scope of a breaker that opened.
-	// Empty if none has failed lately: the breaker opened because calls are slow, or by
-	// force.
+	// Error and Class describe the last failed call in the scope of a breaker that
+	// opened. Error is empty if no call has failed lately, as with slow calls, and if a
+	// person forced the breaker open.
 	Error string
 	Class Class
 
-	// For is how long the breaker was open, or the storm lasted; 0 while it does. Calls
-	// is how many probes the sources of the scope have made meanwhile.
-	For   time.Duration
+	// For is how long the breaker was open, or the storm lasted. It is 0 if Active.
+	For time.Duration
+	// Calls is how many probes the sources of the scope made while the breaker was open.
 	Calls uint64
 }
 
-// OnStateChange calls f when a breaker opens or closes and when a storm begins or ends, in
-// the order of each scope. A breaker that goes from open to half-open and back, as with
-// each failed probe, has not changed.
+// OnStateChange calls f when a breaker opens or closes and when a storm begins or ends.
+// The calls of each scope are in order. The changes from open to half-open and back, as
+// with each failed probe, do not count.
 //
-// f is called by the goroutine that also ends handlers at their timeout, under no lock,
+// f is called under no lock, on the goroutine that also ends handlers at their timeout,
 // one call at a time. So f must return quickly, and must not call [Guard.Close]. A panic or
 // a [runtime.Goexit] in f is logged and has no other effect. Of several OnStateChange the
 // last counts; nil means none.
 func OnStateChange(f func(StateChange)) Option { return func(g *Guard) { g.onState = f } }
 
-// loudHandler is [slog.Default] without what is below WARN.
+// loudHandler is a handler that discards lines below WARN.
 type loudHandler struct{ slog.Handler }
 
 func (h loudHandler) Enabled(ctx context.Context, l slog.Level) bool {
@@ -181,7 +184,7 @@ func (h loudHandler) WithGroup(name string) slog.Handler {
 	return loudHandler{h.Handler.WithGroup(name)}
 }
 
-// failedCall is what is kept of a failed handler call.
+// failedCall describes a failed handler call.
 type failedCall struct {
 	at    time.Duration
 	text  string
@@ -195,7 +198,7 @@ func failedAt(now time.Duration, r result) *failedCall {
 // A reporter is a source as the journal sees it. Its methods take the source's lock.
 type reporter interface {
 	topic() string
-	scope() string // of its breaker; empty without one
+	scope() string // the scope of its breaker; empty without one
 	lastFailure() *failedCall
 	probed() uint64
 	needs(now time.Duration) [needCount]need
@@ -208,13 +211,13 @@ type need struct {
 	messages int
 	class    Class
 	attempts int
-	failure  dlq.ErrorInfo // what failed last; empty if nothing did
+	failure  dlq.ErrorInfo // the latest failure; empty if there is none
 }
 
-// needWords is what the log says of a need.
+// needWords is the log line of a kind of need.
 type needWords struct {
 	line  string
-	after time.Duration // it is logged when it has lasted for so long
+	after time.Duration // a need is logged when it has lasted for so long
 	help  string
 }
 
@@ -239,29 +242,29 @@ var (
 		"look at what it waits for; a loop that collects several messages before it settles needs as many Policy.Workers"}
 )
 
-// journal makes log lines and calls of hooks of what happens in a Guard, few enough to
-// be read. Only the sweeper calls what says so.
+// journal logs the events of a Guard and calls the hooks. It joins lines, so that a
+// person can read them. Some methods are only for the sweeper; their comments say so.
 //
-// Lock order: journal.mu is the last of all. Nothing is logged and no hook called under it.
+// Lock order: journal.mu is the last. No line is logged and no hook is called under it.
 type journal struct {
 	g *Guard
 
 	mu      sync.Mutex
-	outages map[string]*outage // by scope
-	storms  map[stormOf]time.Duration
+	outages map[string]*outage        // by scope
+	storms  map[stormOf]time.Duration // when each storm began
 	wants   map[reporter]*[needCount]want
 	joins   map[joinKey]*join
 	letters map[string]*letterCount // by topic or queue
-	flushed time.Duration           // the sweeper's: joins and letters are looked at again then
-	asked   time.Duration           // the sweeper's: sources are asked for needs again then
+	flushed time.Duration           // when joins and letters are flushed next; owned by the sweeper
+	asked   time.Duration           // when sources are next asked for needs; owned by the sweeper
 }
 
 // outage is a breaker that is not closed.
 type outage struct {
-	since, said time.Duration
-	warned      bool
-	probed      map[reporter]uint64 // what each source had probed when it began
-	gone        uint64              // probes of sources that have ended since
+	since, said time.Duration       // when the breaker opened, and when the outage was last logged
+	warned      bool                // the opening was logged at WARN
+	probed      map[reporter]uint64 // each source's count of probes when the outage began
+	gone        uint64              // probes during the outage, of sources that have ended
 }
 
 type stormOf struct {
@@ -273,17 +276,17 @@ type stormOf struct {
 type want struct {
 	what  *needWords // nil for none
 	since time.Duration
-	said  time.Duration // 0 = not yet
+	said  time.Duration // when it was last logged; 0 for not yet
 }
 
 type joinKey struct{ text, topic string }
 
-// join is a text that was logged for a topic: what follows soon is joined into one line.
+// join joins the lines of one text and topic that soon follow a logged line.
 type join struct {
-	at    time.Duration // of the last line
-	lines int           // so many, lately
-	more  int           // not logged yet …
-	last  line          // … and the last of them
+	at    time.Duration // when the last line was logged
+	lines int           // how many lines were logged lately
+	more  int           // how many lines are not logged yet
+	last  line          // the last line that is not logged yet
 }
 
 func (j *join) next() time.Duration { return j.at + min(joinBase<<min(j.lines-1, 6), joinMax) }
@@ -300,8 +303,8 @@ type letterCount struct {
 type line struct {
 	level slog.Level
 	text  string
-	topic string // what lines are joined over
-	end   bool   // of something that was a WARN
+	topic string // only lines of the same text and topic are joined
+	end   bool   // the line ends a warning
 	args  []any
 }
 
@@ -312,7 +315,7 @@ func newJournal(g *Guard) *journal {
 	}
 }
 
-// write logs a line. The end of what was a warning goes where the warning went.
+// write logs a line. A line that ends a warning goes to the logger that got the warning.
 func (j *journal) write(l line, args ...any) {
 	log := j.g.log
 	if l.end {
@@ -321,8 +324,8 @@ func (j *journal) write(l line, args ...any) {
 	log.Log(context.Background(), l.level, l.text, append(args, l.args...)...) //nolint:sloglint // say is called with constants
 }
 
-// say logs a line, or joins it with others of its text and topic that come soon after
-// one. What is joined is logged by tick.
+// say logs a line. If a line of the same text and topic was logged shortly before, tick
+// logs it later, joined with others.
 func (j *journal) say(now time.Duration, l line) {
 	key := joinKey{l.text, l.topic}
 	j.mu.Lock()
@@ -347,7 +350,7 @@ func (j *journal) say(now time.Duration, l line) {
 	}
 }
 
-// paused is a source that an operator pauses for d, or until somebody resumes it.
+// paused logs that an operator pauses a source for d, or without an end if d is not above 0.
 func (j *journal) paused(now time.Duration, topic, source string, d time.Duration) {
 	args := []any{"source", source, "reason", causeOperator}
 	if d > 0 {
@@ -356,13 +359,13 @@ func (j *journal) paused(now time.Duration, topic, source string, d time.Duratio
 	j.say(now, line{slog.LevelInfo, linePaused, topic, false, args})
 }
 
-// resumed is a source whose pause is over.
+// resumed logs that the pause of a source is over.
 func (j *journal) resumed(now time.Duration, topic, source, reason string) {
 	j.say(now, line{slog.LevelInfo, lineResumed, topic, false, []any{"source", source, "reason", reason}})
 }
 
-// tick logs what time brings, for the sweeper: joined lines, breakers that are still
-// open, sources that need a person. It tells whether lines wait for their time.
+// tick logs the lines that time makes due: joined lines, breakers that are still open,
+// sources that need a person. The sweeper calls it. pending tells whether lines wait.
 func (j *journal) tick(now time.Duration) (pending bool) {
 	if now >= j.asked {
 		j.asked = now + needEvery
@@ -380,7 +383,7 @@ func (j *journal) tick(now time.Duration) (pending bool) {
 func (j *journal) pending() bool {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if len(j.wants) > 0 { // its end is to be seen
+	if len(j.wants) > 0 { // the sweeper must see the end of a want
 		return true
 	}
 	for _, b := range j.joins {
@@ -396,7 +399,7 @@ func (j *journal) pending() bool {
 	return false
 }
 
-// flush logs joined lines whose time has come, or all.
+// flush logs the joined lines that are due, or all.
 func (j *journal) flush(now time.Duration, all bool) {
 	type joined struct {
 		l line
@@ -428,7 +431,7 @@ func (j *journal) flush(now time.Duration, all bool) {
 	}
 }
 
-// call calls a hook, on a goroutine of its own that a panic or a Goexit costs.
+// call calls a hook on a goroutine of its own, so that a panic or a Goexit ends only that.
 func (j *journal) call(name string, f func()) {
 	err := apart(name, func() error { f(); return nil })
 	if lost, ok := errors.AsType[*lostCallError](err); ok {
@@ -436,7 +439,7 @@ func (j *journal) call(name string, f func()) {
 	}
 }
 
-// changed tells the hook of a change.
+// changed calls the hooks with a change.
 func (j *journal) changed(c StateChange) {
 	if f := j.g.onState; f != nil {
 		j.call("OnStateChange", func() { f(c) })
@@ -454,7 +457,7 @@ func within(scope, outer string) bool {
 	return ok && (rest == "" || rest[0] == '/')
 }
 
-// under is the open sources of a breaker's scope.
+// under returns the open sources of a breaker's scope.
 func (j *journal) under(scope string) (all []reporter) {
 	for _, s := range j.g.all() {
 		if at := s.scope(); at != "" && within(at, scope) {
@@ -464,8 +467,8 @@ func (j *journal) under(scope string) (all []reporter) {
 	return all
 }
 
-// lastFailure is the latest failed call of sources, nil if there was none for a window
-// of the breaker.
+// lastFailure is the latest failed call of the given sources, nil if there was none within
+// the breaker's window.
 func (j *journal) lastFailure(now time.Duration, of []reporter) (last *failedCall) {
 	for _, s := range of {
 		if f := s.lastFailure(); f != nil && (last == nil || f.at > last.at) && now-f.at <= j.g.scopes.Config().Breaker.Window {
@@ -475,8 +478,8 @@ func (j *journal) lastFailure(now time.Duration, of []reporter) (last *failedCal
 	return last
 }
 
-// topicOf is what the lines of a breaker are joined over: those of partitions over their
-// topic, any other's over the scope itself.
+// topicOf is the topic of a breaker's log lines: for a partition the scope of its topic,
+// otherwise the scope itself.
 func topicOf(scope string) string {
 	if last := strings.LastIndexByte(scope, '/'); strings.IndexByte(scope, '/') < last {
 		return scope[:last] + "/"
@@ -484,8 +487,8 @@ func topicOf(scope string) string {
 	return scope
 }
 
-// breaker takes a change of a breaker, from the sweeper. What opens it and what closes
-// it is logged; that it flips with each failed probe is a line at DEBUG.
+// breaker takes a change of a breaker. The sweeper calls it. Each change is a line at
+// DEBUG; the first opening and the closing are logged at a higher level.
 func (j *journal) breaker(now time.Duration, c circuit.Change) {
 	j.write(line{level: slog.LevelDebug, text: lineState, args: []any{
 		"scope", c.Scope, "from", c.From.String(), "to", c.To.String(), "reason", string(c.Cause), "for", c.OpenFor,
@@ -559,7 +562,7 @@ func (j *journal) closed(now time.Duration, c circuit.Change, out *outage) {
 	j.changed(change)
 }
 
-// calls is how many probes were made since an outage began.
+// calls is how many probes the sources have made since an outage began.
 func (j *journal) calls(out *outage, all []reporter) (n uint64) {
 	probed := make([]uint64, len(all))
 	for i, s := range all {
@@ -574,7 +577,7 @@ func (j *journal) calls(out *outage, all []reporter) (n uint64) {
 	return n
 }
 
-// left takes the leave of a source that has ended.
+// left forgets a source that has ended, and keeps its probes for the outages.
 func (j *journal) left(s reporter) {
 	scope, probed := s.scope(), s.probed()
 	j.mu.Lock()
@@ -596,8 +599,8 @@ func (j *journal) ended(source string) {
 	delete(j.storms, stormOf{source, true})
 }
 
-// remind logs each breaker that is still open once in a while; one that no source has
-// any more is forgotten.
+// remind logs each breaker that is still open every stillEvery. It forgets breakers without
+// an open source.
 func (j *journal) remind(now time.Duration) {
 	due := make(map[string]*outage)
 	j.mu.Lock()
@@ -624,7 +627,7 @@ func (j *journal) remind(now time.Duration) {
 	}
 }
 
-// storm takes the beginning or the end of a storm, from the sweeper.
+// storm takes the beginning or the end of a storm. The sweeper calls it.
 func (j *journal) storm(now time.Duration, cfg SourceConfig, key string, fleet, active bool, readings string) {
 	at := stormOf{cfg.Name, fleet}
 	change := StateChange{Scope: key, Source: cfg.Name, Reason: ReasonStorm, Fleet: fleet, Active: active, Detail: readings}
@@ -656,7 +659,7 @@ func (j *journal) storm(now time.Duration, cfg SourceConfig, key string, fleet, 
 	j.changed(change)
 }
 
-// letter takes a dead letter that is confirmed, from its writer's goroutine.
+// letter takes a confirmed dead letter. The goroutine of its writer calls it.
 func (j *journal) letter(from letterFrom, r *dlq.Record) {
 	now := j.g.now()
 	l := line{slog.LevelWarn, lineLetter, from.topic, false, []any{
@@ -692,14 +695,14 @@ func (j *journal) letter(from letterFrom, r *dlq.Record) {
 	}
 }
 
-// askNeeds logs what needs a person, when it has lasted, and when it is over.
+// askNeeds logs the needs that have lasted long enough, and their ends.
 func (j *journal) askNeeds(now time.Duration) {
 	for _, s := range j.g.all() {
 		have := s.needs(now)
 		j.mu.Lock()
 		had := j.wants[s]
 		if had == nil {
-			if have == [needCount]need{} || !slices.Contains(j.g.all(), s) { // it has ended meanwhile
+			if have == [needCount]need{} || !slices.Contains(j.g.all(), s) { // the source has ended meanwhile
 				j.mu.Unlock()
 				continue
 			}
@@ -720,7 +723,7 @@ func (j *journal) askNeeds(now time.Duration) {
 	}
 }
 
-// step brings a want up to date with what the source says now.
+// step updates a want with the source's present need, and appends the lines to log.
 func (w *want) step(now time.Duration, s reporter, n need, lines []line) []line {
 	name, topic := s.(Control).Name(), s.topic() //nolint:forcetypeassert // every reporter is a Control
 	switch {
@@ -766,8 +769,8 @@ func (s *Source[M]) probed() uint64 {
 	return s.c.tally.Probes
 }
 
-// needs tells what of the source waits for a person. A source on the closed path does
-// not, unless its handler hangs.
+// needs returns the source's needs. A source on the closed path needs a person only if its
+// handler hangs.
 func (s *Source[M]) needs(now time.Duration) (all [needCount]need) {
 	all[needsReturn] = s.longOut(now, s.callBegan(now), need{})
 	if !s.slow.Load() {
@@ -780,7 +783,7 @@ func (s *Source[M]) needs(now time.Duration) (all [needCount]need) {
 	}
 	for _, it := range s.c.busy {
 		began := it.started
-		if it.offered { // a probe is offered again and again
+		if it.offered { // a probe is put on Ready again and again: offeredAt has the first time
 			began = min(began, s.offeredAt)
 		}
 		all[needsReturn] = s.longOut(now, began, all[needsReturn])
@@ -796,8 +799,8 @@ func (s *Source[M]) needs(now time.Duration) (all [needCount]need) {
 	return all
 }
 
-// longOut adds a message to the need of those that are out for longer than they may be:
-// with a handler, or with the program or on offer to it.
+// longOut adds a message to the need n if it has been with its handler for longer than
+// needReturn after the timeout. In the passive shape it is with the program, or on Ready.
 func (s *Source[M]) longOut(now, began time.Duration, n need) need {
 	if limit := time.Duration(s.timeout.Load()); limit > 0 && now-began >= limit+needReturn {
 		if n.what == nil || began < n.since {
@@ -809,10 +812,10 @@ func (s *Source[M]) longOut(now, began time.Duration, n need) need {
 	return n
 }
 
-// blocked is what fails for so long that a person may have to look: the message that has
-// blocked its lane for the longest time because a dependency fails; or the oldest whose
-// attempts are used up and whose error says nothing, where nothing succeeds. It looks at
-// all heads if any message has used its attempts up.
+// blocked is the need of messages that have failed for so long that a person may have to
+// look. It describes the oldest such message: its dependency fails and it blocks its lane;
+// or nothing succeeds, its attempts are used up and its error does not say why. blocked
+// visits the heads of all lanes, if any message has used up its attempts.
 func (c *machine[M]) blocked(now time.Duration) (n need) {
 	if c.exhausted == 0 {
 		return n

@@ -16,11 +16,10 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/storm"
 )
 
-// machine is the state machine of one source: each method is a step over one
-// event at an instant, and returns what the caller has to do. It owns no
-// goroutine and no timer, calls no port and no handler (only a [Limiter] and the
-// breaker), and is guarded by the source's lock. The loop, the workers, the passive shape and the tests drive
-// the same machine.
+// machine is the state machine of one source. Each method is a step over one event at an
+// instant, and returns what the caller has to do. The machine owns no goroutine and no timer,
+// and calls no handler and no port, only a [Limiter], a [Taker] and the breaker. The source's
+// lock guards it. The loop, the workers, the passive shape and the tests drive the same machine.
 //
 //	         put                    next                done(nil)
 //	Created ────▶ Waiting | Held ────────▶ Processing ────────────▶ Settling ─▶ Acked
@@ -28,121 +27,150 @@ import (
 //	                   │      wake             ▼           condemn      │
 //	                   └─────────────────── RetryWait ──────────────────┘
 //
-// Waiting and Held are one phase: which of the two it is depends on whether the
-// source is admitting. What no handler or writer has goes to Returned when the
-// source ends.
+// Waiting and Held are one phase, which is called Held while the source is not admitting. When the
+// source ends, messages that are with no handler and no writer go to Returned.
 type machine[M any] struct {
-	policy     Policy
-	limits     Limits
-	gate       *circuit.Leaf // nil with NoBreaker
-	storm      *storm.Detector
-	budget     *credit.Budget
-	limiter    Limiter
-	letters    bool              // there is a dead-letter writer
-	inPlace    bool              // a message keeps its lane waiting until it is parked or dead-lettered
-	offers     bool              // the passive shape: what next gives out is only offered
-	takenAt    func(M) time.Time // of a Taker; nil for none
-	letterPace Limiter           // of dead letters; may be nil
-	fleetStorm dlq.FleetStorm
-	book       *ruleBook  // the quarantine in force; nil is none
-	unlooked   []*item[M] // wait for a retry, and are to be compared with it
-	rand       *rand.Rand
-	origin     time.Time // wall time of the clock's 0
-	reserve    int       // of the window: for the feed
+	// Settings and collaborators.
+	policy  Policy
+	limits  Limits
+	gate    *circuit.Leaf // nil with NoBreaker
+	storm   *storm.Detector
+	budget  *credit.Budget
+	limiter Limiter
 
+	// The shape of the source.
+	letters    bool              // the source has a dead-letter writer
+	inPlace    bool              // a failed head blocks its lane until it is parked or dead-lettered
+	offers     bool              // the passive shape: next offers an item, which may never be taken
+	takenAt    func(M) time.Time // Taker.TakenAt; nil without a Taker
+	letterPace Limiter           // the limit of dead letters; may be nil
+
+	// What the fleet and the operator decide.
+	fleetStorm dlq.FleetStorm
+	book       *ruleBook  // the quarantine in force; nil for none
+	unlooked   []*item[M] // items in retryWait that are to be compared with book
+
+	rand    *rand.Rand
+	origin  time.Time // wall time of the clock's 0
+	reserve int       // the part of the window that the feed, or Run's batch, takes
+
+	// Where the messages are.
 	ring  *ringbuf.Ring[entry[M]]
-	bulk  *ringbuf.Lane[entry[M]] // all messages with OrderNone
-	lanes map[uint64]*lane[M]     // otherwise; those with something unsettled
-	ready fifo[*lane[M]]          // lanes whose head may be tried
-	again fifo[*item[M]]          // OrderNone: items to be tried (again)
-	due   dueHeap[M]              // parked items
-	owed  queueOf[M]              // of these, those that wait for a credit only …
-	paced queueOf[M]              // … and those that have it, and wait for the limit of dead letters
-	busy  []*item[M]              // processing
-	going []*item[M]              // settling
-	acks  fifo[*item[M]]          // dead letters confirmed, to be acked
+	bulk  *ringbuf.Lane[entry[M]] // with OrderNone all messages; else nil
+	lanes map[uint64]*lane[M]     // with another order: the lanes that have messages, by key
+	ready fifo[*lane[M]]          // lanes that have an item to try
+	again fifo[*item[M]]          // with OrderNone: items to try, or to try again
+	due   dueHeap[M]              // items in retryWait, the earliest first
+	owed  queueOf[M]              // items in retryWait that wait for a credit only
+	paced queueOf[M]              // items in retryWait that wait for letterPace only
+	busy  []*item[M]              // items in processing
+	going []*item[M]              // items in settling
+	acks  fifo[*item[M]]          // items to be acked: their dead letter is confirmed, or they are parked
 
 	// condemned collects items whose dead letter is to be written; the driver
 	// takes them after each step.
 	condemned []*item[M]
 
-	// Of the messages that are not settling, so that nothing looks at all of them:
-	arrivals ranks // when they came, those in the ring included
-	calls    ranks // tries of those outside the ring
-	lucks    ranks // luck of those that have failed and are not decided
-	untried  int   // lanes whose head did not fail yet
-	telling  int   // … or is with a handler
+	// Counts of the messages that are not settling: no step has to visit all messages.
+	arrivals ranks // arrival times, those of messages in the ring included
+	calls    ranks // item.tries of the items outside the ring
+	lucks    ranks // item.luck of the items that have failed and are not decided
+	untried  int   // lanes whose head has not failed yet
+	telling  int   // lanes whose head has not failed yet, or is with a handler
 
-	lastID     uint64
-	count      [phaseCount]int
-	parked     [reasonCount]int // items in retryWait, by reason
-	queued     int              // entries in the ring
-	exhausted  int              // items whose attempts are used up, not settling
-	guesses    int              // taken for poison without proof and not parked, and no success since
-	guessedAt  time.Duration    // when the last was, parked or not …
-	guessLuck  uint64           // … and what life was then
-	burst      burst
-	elsewhere  elsewhere
-	round      round // the look in progress
-	flaky      flakiness
-	provedAt   time.Duration      // when the latest call succeeded that was not on the closed path …
-	provedHere int                // … and how many messages were here then
-	lastLife   uint64             // life, when it was watched last …
-	watchedAt  time.Duration      // … which was then …
-	looksAll   int                // witnesses of all lanes that have failed …
-	looksLife  uint64             // … since life was this
-	movedAt    time.Duration      // … and when it was seen to move last
-	failingAt  time.Duration      // when the first call failed since one has succeeded
-	lifelessAt time.Duration      // when calls had failed for shortOutage, at last
-	stillAt    time.Duration      // when it had stood still for too long, the last time
-	suspecting bool               // an exhausted message waits for a proof of life
+	// How many messages there are.
+	lastID    uint64
+	count     [phaseCount]int  // items by phase
+	parked    [reasonCount]int // items in retryWait, by reason
+	queued    int              // entries in the ring
+	exhausted int              // items whose attempts are used up, not settling
+
+	// Guesses: dead letters without proof.
+	guesses   int           // guesses since the latest success, without those that were parked
+	guessedAt time.Duration // when the latest guess was made, parked or not
+	guessLuck uint64        // the number of successes (life) at the latest guess
+	burst     burst
+	elsewhere elsewhere
+
+	round round // a probe's look that is in progress
+	flaky flakiness
+
+	// Signs of life. "life" is the number of successes, which the method life counts.
+	provedAt   time.Duration      // when a call outside the closed path succeeded last
+	provedHere int                // unsettled messages at provedAt
+	lastLife   uint64             // life at the latest watch
+	watchedAt  time.Duration      // when lastLife was read
+	looksAll   int                // failed witnesses of all lanes since looksLife
+	looksLife  uint64             // life when looksAll began to count
+	movedAt    time.Duration      // when life grew last, as far as watch knows
+	failingAt  time.Duration      // when the first call failed since the latest success
+	lifelessAt time.Duration      // when calls had last failed for shortOutage without a success
+	stillAt    time.Duration      // when life had last stood still for longer than stale
+	suspecting bool               // an item waits for a proof of life: exhausted, or a failed probe
 	born       uint64             // life when the epoch began
-	suspects   map[string]suspect // of epochs before, and while the source ends of this one
+	suspects   map[string]suspect // failed messages of earlier epochs; while the source ends, of this one too
 	health     *health            // nil without a health check
-	shutAt     time.Duration      // when the breaker opened
-	grantedAt  time.Duration      // when a probe that the fleet granted last looked
-	came       time.Duration      // when the latest message came …
-	gap        time.Duration      // … the longest time between two since a success …
-	gapLuck    uint64             // … as own counts them
-	recovered  bool               // the latest success was of a message that had failed
-	spentLife  uint64             // life that has proved what it can; see doubt
-	took       time.Duration      // of the latest call that failed
-	slowAfter  time.Duration      // a call is reported as slow then
-	bytes      int64              // of messages and of what is kept of their failures …
-	noted      int64              // … and of the latter alone
-	doneBehind int                // messages in the spill that are done, and not given up there
-	ahead      int                // Marker.Ahead, when an ack was looked at last …
-	aheadTurn  uint64             // … and which look that was
-	spills     bool               // Policy.Spill
-	behind     int                // messages in the spill, or on their way there, that are not here
-	ended      bool
-	emptied    bool // by drain
-	stopped    bool // the loop is to end
-	paused     bool
-	pauseEnds  time.Duration // when a pause ends by itself; never if it does not
-	asked      time.Duration // until when guard.Backoff holds the source
-	askedFor   error         // the error that a handler gave to Backoff
-	askedText  string        // and its text, for whoever has a lock
-	limited    time.Duration // the limiter refused until then …
-	refusedAt  time.Duration // … when it was asked last
-	held       bool          // something was refused admission and is not yet drained
-	draining   bool          // the ramp is on
-	drainFrom  time.Duration
-	drained    float64 // admitted since drainFrom
 
-	wasClosed   bool
-	freed       bool                  // a probe was settled: another source of the scope may have one
-	saysNothing bool                  // the latest probe proved nothing: its handler ignored it, or asked for time
-	writing     map[*item[M]]struct{} // condemned, not yet confirmed
-	undone      []*item[M]            // of these, those that went back when the source ended
-	firsts      uint64                // successful first attempts, probes left out; see firstTime
-	firstProbes uint64                // those that were probes
-	lookAt      time.Duration         // the storm is judged again then
+	shutAt    time.Duration // when the breaker opened
+	grantedAt time.Duration // when a probe that the fleet granted looked last
 
-	// tally counts for ever. Every end of a message is counted in settled.
+	// Arrivals, for the patience before a guess.
+	came    time.Duration // when the latest message came
+	gap     time.Duration // the longest time between two messages since gapLuck
+	gapLuck uint64        // own() when gap began to count
+
+	recovered bool          // the latest success was of a message that had failed
+	spentLife uint64        // successes up to this life prove nothing any more; see doubt
+	took      time.Duration // duration of the latest failed call
+	slowAfter time.Duration // a call that takes this long is reported as slow
+
+	// The window.
+	bytes      int64  // bytes of messages and of their failure histories
+	noted      int64  // bytes of the failure histories alone
+	doneBehind int    // messages in the spill that are done, but not given up on the disk
+	ahead      int    // the latest answer of Marker.Ahead
+	aheadTurn  uint64 // the turn in which ahead was asked
+	spills     bool   // Policy.Spill
+	behind     int    // messages in the spill, or on their way there, that the machine has not got
+
+	// The end of the source.
+	ended   bool
+	emptied bool // drain has taken all messages out
+	stopped bool // the loop is to end
+
+	// Waits that are not the breaker's.
+	paused    bool
+	pauseEnds time.Duration // when the pause ends by itself; never if it does not
+	asked     time.Duration // until when guard.Backoff holds the source
+	askedFor  error         // the error that a handler gave to Backoff
+	askedText string        // the text of askedFor, to be read under a lock
+	limited   time.Duration // until when the limiter refused
+	refusedAt time.Duration // when the limiter refused last
+
+	// The hold, and the drain that follows it.
+	held      bool // a message was refused admission, and no drain has begun since
+	draining  bool // the ramp is on
+	drainFrom time.Duration
+	drained   float64 // messages admitted since drainFrom
+
+	// The breaker's answers.
+	wasClosed   bool // the breaker was closed at the latest notice
+	freed       bool // a probe was settled: another source of the scope may have one
+	saysNothing bool // the latest probe proved nothing: its handler ignored it, or asked for time
+
+	// Dead letters at the dispatcher.
+	writing map[*item[M]]struct{} // condemned, not yet confirmed
+	undone  []*item[M]            // items whose letters came back unwritten when the source ended
+
+	// For the storm detector.
+	firsts      uint64        // successful first attempts, probes left out; see firstTime
+	firstProbes uint64        // successful first attempts that were probes
+	lookAt      time.Duration // when the storm detector is asked next
+
+	// tally is never reset. A message that was acked or dead-lettered is counted in settled.
 	tally Tally
 
-	// successes are the handler's, outside the closed path; read by the breaker.
+	// successes are successful handler calls outside the closed path. The breaker reads them.
 	successes atomic.Uint64
 	// fast reads the closed path's successes.
 	fast func() uint64
@@ -163,23 +191,23 @@ type Tally struct {
 	Probes         uint64 // handler calls while the breaker was half-open
 	Diverted       uint64 // messages that found the source holding
 	AckFailures    uint64 // acks the broker did not take
-	Ignored        uint64 // acked by Ignore
-	Parked         uint64 // acked because they are parked for another try
-	Refused        uint64 // dead letters put off for want of a credit
-	Paced          uint64 // dead letters put off by their limit
+	Ignored        uint64 // messages acked because their handler returned Ignore
+	Parked         uint64 // messages acked because the adapter parked them for another try
+	Refused        uint64 // dead letters put off because there was no credit
+	Paced          uint64 // dead letters put off by the limit of dead letters
 	Quarantined    uint64 // messages that matched a rule of the quarantine
-	Spilled        uint64 // acked because they are in the spill, and not handled yet
-	Overtaken      uint64 // messages that succeeded before one in front of them, to prove life
-	Stale          uint64 // late or repeated Done calls, without effect
+	Spilled        uint64 // messages acked because they are in the spill, not handled yet
+	Overtaken      uint64 // witnesses that succeeded, before the failing messages in front of them
+	Stale          uint64 // results without effect: late or repeated Done calls, or after the end
 	Timeouts       uint64
-	Panics         uint64 // Goexits too
+	Panics         uint64 // handler calls that panicked or called Goexit
 }
 
 // step is what the caller of next or done has to do.
 type step[M any] struct {
 	kind stepKind
 	it   *item[M]
-	at   time.Duration // stepWait: look again then; 0 = only when woken
+	at   time.Duration // of a stepWait: when to call next again; 0: only when woken
 }
 
 type stepKind uint8
@@ -198,10 +226,10 @@ func (c *machine[M]) unsettled() int {
 	return c.queued + c.count[waiting] + c.count[processing] + c.count[settling] + c.count[retryWait]
 }
 
-// room is how many more messages may come in. What is settled behind one that is not
-// takes its place in the window, too: the broker has not heard of it. To settle such
-// a message moves its place and no more, so only intake makes less room. The histories of
-// as many messages as a look asks fill no window: what comes may prove life.
+// room is how many more messages may come in. A message that is settled behind an unsettled one
+// keeps its place in the window, because the broker has not heard of it. So settling never makes
+// less room, only intake does. The failure histories of up to maxLook messages do not fill the
+// window: the next message may prove life.
 func (c *machine[M]) room() int {
 	n := c.unsettled()
 	switch {
@@ -217,24 +245,23 @@ func (c *machine[M]) room() int {
 	return 0
 }
 
-// settledAhead is how many messages are settled behind one that is not: the broker, or the
-// disk, would bring them again.
+// settledAhead is how many settled messages are behind an unsettled one: the broker, or the
+// disk, would deliver them again.
 func (c *machine[M]) settledAhead() int { return c.ahead + c.doneBehind }
 
-// lookedAhead takes what the port said of the messages that are settled ahead. Of two
-// looks that of the later turn has seen all acks before it.
+// lookedAhead takes an answer of Marker.Ahead. Of two answers the one of the later turn counts:
+// it has seen all acks before it.
 func (c *machine[M]) lookedAhead(turn uint64, n int) {
 	if turn > c.aheadTurn {
 		c.aheadTurn, c.ahead = turn, n
 	}
 }
 
-// limit is how many messages the machine may have: the feed has its own part of
-// the window.
+// limit is how many messages the machine may have: the window without reserve.
 func (c *machine[M]) limit() int { return max(1, c.policy.Window-c.reserve) }
 
-// quiet tells that the closed path may run: nothing is here that has to go
-// first, and nothing but the breaker, which the path asks itself, can refuse.
+// quiet tells that the closed path may run: no message has to go first, and only the breaker
+// can refuse. The closed path asks the breaker itself.
 func (c *machine[M]) quiet(now time.Duration) bool {
 	if c.unsettled()+c.behind > 0 || c.paused || c.ended || c.stopped || c.asked > now {
 		return false
@@ -294,7 +321,7 @@ func (c *machine[M]) counted(it *item[M], n int) {
 	}
 }
 
-// undoubted takes an item off those that have failed and are not decided.
+// undoubted takes an item out of lucks: it is not failed and undecided any more.
 func (c *machine[M]) undoubted(it *item[M]) {
 	if it.doubtful != 0 {
 		c.lucks.drop(it.doubtful)
@@ -302,7 +329,7 @@ func (c *machine[M]) undoubted(it *item[M]) {
 	}
 }
 
-// heads brings the counts of heads up to date with a lane whose head has changed.
+// heads updates untried and telling after the head of a lane has changed.
 func (c *machine[M]) heads(l *lane[M]) {
 	it := l.head()
 	untried := it == nil || it.tries == 0
@@ -335,16 +362,16 @@ func (c *machine[M]) listed(p phase) *[]*item[M] {
 	}
 }
 
-// put takes one message in. The caller saw to the room.
+// put takes one message in. The caller has checked the room.
 func (c *machine[M]) put(now time.Duration, m M, key uint64, size int, onDisk *spilled) {
 	c.tally.Received++
 	c.arrived(now)
 	c.bytes += int64(size)
 	if !c.admitting(now) {
 		if !c.draining {
-			c.hold(now) // or the first refusal would count this one too
+			c.hold(now) // else the first refusal would count this message, too
 		}
-		if onDisk == nil { // else it was counted when it came
+		if onDisk == nil { // a message from the disk was counted when it came
 			c.divert(now, 1)
 		}
 	}
@@ -363,17 +390,16 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int, onDisk *s
 	if c.inPlace {
 		return
 	}
-	// The first message behind suspects can tell something new about them, and, while the
-	// breaker is open, behind any that have failed: its lane is probed next. A head that
-	// has an untried one behind it keeps its delay: woken by each message, it would be
-	// called at the pace of the traffic.
+	// The first untried message behind a failed head can prove life. So it wakes an exhausted
+	// head, and while the breaker is open any failed head: its lane is probed next. Further
+	// messages do not wake the head: it would be called at the pace of the traffic.
 	head := l.head()
 	if head != nil && head.phase == retryWait && (head.exhausted || c.open()) && !head.decided() && l.queue.Len() == 1 && l.tried() {
 		c.wake(head)
 	}
 	if l.queued && c.open() && c.ready.len() > 1 && c.ready.len() <= maxLook && c.ready.peek() != l {
 		remove(&c.ready, l)
-		if c.round.on { // its token is for the lane in front
+		if c.round.on { // the token of the round is for the lane in front
 			front := c.ready.pop()
 			c.ready.pushFront(l)
 			l = front
@@ -382,8 +408,8 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int, onDisk *s
 	}
 }
 
-// adopt takes over a message that the closed path began at an instant: it is
-// processing.
+// adopt takes a message over from the closed path, which called the handler at began. The
+// message is processing.
 func (c *machine[M]) adopt(began time.Duration, m M, key uint64, size int) *item[M] {
 	c.arrived(max(c.came, began))
 	c.bytes += int64(size)
@@ -402,8 +428,8 @@ func (c *machine[M]) adopt(began time.Duration, m M, key uint64, size int) *item
 	return it
 }
 
-// enqueue puts an entry into the ring, whose own bound is never reached: the
-// window was checked, and the ring is as large.
+// enqueue puts an entry into the ring. The ring is never full: it is as large as the largest
+// window, and the caller has checked the window.
 func (c *machine[M]) enqueue(q *ringbuf.Lane[entry[M]], e entry[M]) {
 	if n, err := q.TryPut(e); n != 1 {
 		panic("guard: the ring refused a message within the window: " + err.Error())
@@ -512,7 +538,7 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 		return c.examine(now, it)
 	}
 	if until, why := c.admit(now, it); why != ReasonNone {
-		delays := why == ReasonLimiter || c.asked > now && !c.round.on // a look, and no more
+		delays := why == ReasonLimiter || c.asked > now && !c.round.on // these only delay a look
 		if !c.draining && !delays {
 			c.endLook(now, it.lane)
 		}
@@ -522,8 +548,8 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 	return step[M]{kind: stepHandle, it: it}
 }
 
-// wakeAt is the soonest of until, the next due item and the next look for a credit or at the
-// limit of dead letters; 0 means none.
+// wakeAt is the earliest of until, the next due item, and the next time that owed or paced is
+// served. 0 means none.
 func (c *machine[M]) wakeAt(until time.Duration) time.Duration {
 	sooner := func(at time.Duration) {
 		if until == 0 || at < until {
@@ -541,12 +567,12 @@ func (c *machine[M]) wakeAt(until time.Duration) time.Duration {
 	return until
 }
 
-// up is the item whose turn it is, nil if there is none. It stays where it is.
+// up is the next item to try, nil if there is none. The item stays in its list.
 func (c *machine[M]) up() *item[M] {
 	if c.order() == OrderNone {
-		// While the breaker is open another delivery is probed first. One goes before
-		// a message that waits for a witness, too: slow retries of a few would leave no
-		// time for it.
+		// While the breaker is open, a new message is probed before a failed one. One new message
+		// also goes before an exhausted one that waits for a witness: slow retries of a few
+		// messages would leave no time for the witness.
 		if c.again.len() == 0 || c.queued > 0 && c.yields(c.again.peek()) {
 			if it := c.dequeue(c.bulk); it != nil {
 				c.again.pushFront(it)
@@ -571,8 +597,7 @@ func (c *machine[M]) up() *item[M] {
 	return l.front[l.turn]
 }
 
-// yields tells whether an item that is up lets a new delivery go first, with
-// OrderNone.
+// yields tells whether, with OrderNone, the next item lets a new message go first.
 func (c *machine[M]) yields(it *item[M]) bool {
 	switch {
 	case it.tries == 0:
@@ -586,10 +611,10 @@ func (c *machine[M]) yields(it *item[M]) bool {
 	return false
 }
 
-// rotate brings forward what is worth a probe: while the breaker is not closed,
-// an item that failed a probe and saw others succeed since may be its own
-// problem, and must not keep the breaker open for all. It lets the others go
-// first, once: they may turn out to be as bad, and stand before what is healthy.
+// rotate brings items forward that are worth a probe, while the breaker is open. An item that
+// failed a probe although others have succeeded may itself be at fault, and must not keep the
+// breaker open for all. It lets the others go first, but once only: they may be as bad, and
+// stand before healthy messages.
 func rotate[M, T any](c *machine[M], q *fifo[T], head func(T) *item[M]) {
 	if !c.open() || c.round.on {
 		return
@@ -623,8 +648,8 @@ func (c *machine[M]) take(now time.Duration, it *item[M]) {
 	}
 }
 
-// called counts a handler call: when it begins, in the passive shape with its Done,
-// since what was offered may be taken back.
+// called counts a handler call when it begins. In the passive shape it counts the call at its
+// Done, because an offered message may be taken back.
 func (c *machine[M]) called(it *item[M]) {
 	if it.tries > 0 {
 		c.tally.Retries++
@@ -663,15 +688,15 @@ func (c *machine[M]) admitting(now time.Duration) bool {
 	return !c.held && !c.draining && !c.paused && c.asked <= now && c.closed()
 }
 
-// limiterWord is for how long a limiter that refused is not asked for a probe again,
-// if it does not say less: to ask it takes a slot of the breaker, and giving that
-// back wakes the sources that wait for one. Each such source would wake the others so.
-// It may have changed its mind after that, and is asked when anything wakes the source.
+// limiterWord bounds how long a limiter that refused is not asked for a probe again. To ask it
+// takes a slot of the breaker, and giving the slot back wakes the sources that wait for one: each
+// such source would wake the others. After limiterWord the limiter's answer may have changed, so
+// it is asked when anything wakes the source.
 const limiterWord = time.Second
 
-// admit takes one admission for the item, or tells why not and until when; 0
-// means that somebody else has to clear the way. What is taken is taken last,
-// so that no refusal spends anything.
+// admit takes one admission for the item, or returns why the item has to wait and until when. An
+// until of 0 means that something else has to end the wait, such as the end of a pause. The
+// limiter is asked last, so that no refusal spends anything.
 func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration, why Reason) {
 	if c.paused {
 		c.hold(now)
@@ -684,7 +709,7 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 		return c.asked, ReasonBackpressure
 	}
 	it.probe = false
-	if c.round.on { // a probe goes on with another message
+	if c.round.on { // the look of a probe goes on with this item
 		c.round.on = false
 		if c.gate.Renew(now, c.round.token) {
 			if c.limiter != nil {
@@ -708,7 +733,7 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 			c.hold(now)
 			return c.limited, ReasonBreaker
 		}
-		if c.gate.Passing() { // it carries its load already, and drains at the ramp, too
+		if c.gate.Passing() { // its probes carry load already: the ramp paces them, too
 			if until := c.ramp(now); until > 0 {
 				return until, ReasonBackpressure
 			}
@@ -753,9 +778,9 @@ func (c *machine[M]) enter() (circuit.Token, bool) {
 	return c.gate.Enter()
 }
 
-// hold begins a hold, if there is none: what stands in front finds it so. A drain is
-// over then, and what it has left, counted when it came, drains from the ramp's start:
-// the time of a hold is not the ramp's.
+// hold begins a hold, if there is none, and counts the waiting messages as diverted. A hold ends
+// a drain. What the drain has left was counted before, and drains later from the start of the
+// ramp: the time of a hold is not the ramp's.
 func (c *machine[M]) hold(now time.Duration) {
 	if c.held {
 		return
@@ -788,15 +813,15 @@ func (c *machine[M]) ramp(now time.Duration) time.Duration {
 	return 0
 }
 
-// rampOver ends a drain whose time is over, if nothing has asked the ramp since.
+// rampOver ends a drain whose time is over, even if nothing asks the ramp any more.
 func (c *machine[M]) rampOver(now time.Duration) {
 	if c.draining && now-c.drainFrom >= c.policy.Ramp.For {
 		c.draining = false
 	}
 }
 
-// still tells whether nothing moves before a message comes or a wait is over: no handler
-// has a message, and none waits for the ramp. Messages that wait for a credit do not.
+// still tells whether nothing moves until a message comes or a wait is over: no handler has a
+// message, and no message waits for the ramp. A message that waits for a credit does not move.
 func (c *machine[M]) still() bool {
 	if c.count[processing] > 0 {
 		return false
@@ -804,7 +829,7 @@ func (c *machine[M]) still() bool {
 	return !c.draining || c.ready.len()+c.again.len() == 0 && (c.order() != OrderNone || c.queued == 0)
 }
 
-// divert counts messages that find the source holding.
+// divert counts n messages that find the source holding.
 func (c *machine[M]) divert(now time.Duration, n int) {
 	if n > 0 {
 		c.tally.Diverted += uint64(n)

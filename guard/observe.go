@@ -25,7 +25,7 @@ import (
 
 const scopeName = "github.com/stormguard-mq/stormguard/guard"
 
-// The metrics; docs/metrics.md lists the same, and a test compares the two.
+// The metrics. docs/metrics.md lists them, and a test compares the two lists.
 const (
 	metricConsumed    = "messaging.client.consumed.messages"
 	metricHandled     = "stormguard.handled"
@@ -63,26 +63,26 @@ const (
 	metricFleetStorm  = "stormguard.fleet.storm"
 )
 
-// sampleOneIn is how many messages there are to each one whose calls are timed: two
-// looks at the clock would double the price of the closed path.
+// sampleOneIn is how many messages of a source there are for each message whose calls are
+// timed: two readings of the clock would double the cost of the closed path.
 const sampleOneIn = 64
 
-// The boundaries are in seconds. They are few: each is a time series. A View of the
-// program's SDK may set others.
+// The bucket boundaries, in seconds. They are few because each is a time series. A View of
+// the program's SDK may set others.
 var (
 	buckets         = []float64{.003, .01, .03, .1, .3, 1, 10}
-	recoveryBuckets = []float64{.3, 1, 10, 60, 600} // as far as an outage
-	writeBuckets    = []float64{1, 10}              // as far as the timeout of a write
+	recoveryBuckets = []float64{.3, 1, 10, 60, 600} // up to the length of an outage
+	writeBuckets    = []float64{1, 10}              // up to the timeout of a write
 )
 
-// The reasons that are shown while they do not hold, too. A source that was taken away or
-// shut down has ended, and its metrics with it.
+// The reasons that are always shown, also as 0. ReasonRebalance and ReasonShutdown are not
+// among them: such a source has ended, and its metrics with it.
 var (
 	holdReasons     = []Reason{ReasonBreaker, ReasonBackpressure, ReasonStorm, ReasonDLQ, ReasonOperator, ReasonLimiter}
 	functionReasons = []Reason{ReasonBreaker, ReasonOperator}
 )
 
-// openCauses are why a closed breaker opens.
+// openCauses are the causes by which a closed breaker opens.
 var openCauses = []string{
 	string(breaker.CauseRun), string(breaker.CauseRate), string(breaker.CauseSlow), string(breaker.CauseQuorum), string(causeOutage), string(causeStorm), causeOperator,
 }
@@ -91,27 +91,30 @@ var deadReasons = []dlq.Reason{
 	dlq.ReasonAttempts, dlq.ReasonPoisonHead, dlq.ReasonGuess, dlq.ReasonLastDelivery, dlq.ReasonPermanent, dlq.ReasonQuarantine, dlq.ReasonOperator,
 }
 
-// A Lagger is a [Port] that knows how many messages are behind at the broker.
-// Lag is called when metrics are read: it must answer from memory; -1 = unknown.
+// A Lagger is a [Port] that knows how many messages wait at the broker. Lag returns that
+// number; -1 means unknown. It is called when metrics are read, and must answer from
+// memory.
 type Lagger interface{ Lag() int64 }
 
-// A Marker is a [Port] of a log, which tells the broker a low watermark and nothing
-// else: Ahead is how many messages are settled behind one that is not, so that the broker
-// has not heard of it. They count towards Policy.Window like unsettled ones, so no more
-// than a window has to be handled again if the source moves. Ahead is asked after each
-// Ack but those of the closed path, where nothing is unsettled, by the goroutine that
-// called it; without a lock, so calls may overlap where those of Ack may. It must answer
-// from memory, and change by nothing but Ack.
+// A Marker is a [Port] of a log, which tells the broker only a low watermark. Ahead is how
+// many messages are settled behind an unsettled one, so that the broker does not know
+// of them. They count towards [Policy.Window] like unsettled messages. So at most a window of
+// messages is handled again if the source moves.
+//
+// The goroutine that called Ack calls Ahead after it, without a lock; such calls overlap if
+// the calls of Ack do. On the closed path, where nothing is unsettled, Ahead is not called.
+// It must answer from memory, and only Ack may change its result.
 type Marker interface{ Ahead() int }
 
-// A Taker is a [Port] of the passive shape that takes messages off [Source.Ready] before the
-// program does. TakenAt is when the program took a message's current attempt, zero before:
-// its call begins then, and not on Ready. It is called with the source's lock, as no other
-// method of a port is: it must answer from memory, without a lock of its own.
+// A Taker is a [Port] of the passive shape that takes messages off [Source.Ready] before
+// the program does. TakenAt is when the program took the message for its current attempt,
+// zero before that: the time of the call begins then, and not on Ready. Unlike all other
+// methods of a port, TakenAt is called under the source's lock. It must answer from memory,
+// and must take no lock.
 type Taker[M any] interface{ TakenAt(m M) time.Time }
 
-// metrics are the instruments of a Guard. Counters are kept by the sources and
-// read when somebody looks; only what is rare or sampled is recorded as it happens.
+// metrics are the instruments of a Guard. The sources keep most counters, and these are
+// read only with the metrics. Rare and sampled events are recorded when they happen.
 type metrics struct {
 	g           *Guard
 	tracer      trace.Tracer
@@ -176,7 +179,7 @@ func newMetrics(g *Guard) (*metrics, error) {
 	return m, err
 }
 
-// observed are the instruments that are read when somebody looks.
+// observed are the instruments whose values are computed when the metrics are read.
 type observed struct {
 	consumed, handled, returned, retries, refused, quarantined, ackFailures, parkedTotal, followed metric.Int64ObservableCounter
 
@@ -225,7 +228,7 @@ func newObserved(meter metric.Meter) (*observed, error) {
 	return o, errors.Join(errs...)
 }
 
-// topicSum is what the open sources of one topic or queue say together.
+// topicSum is the sum over the open sources of one topic or queue.
 type topicSum struct {
 	with         metric.MeasurementOption
 	dead, failed uint64
@@ -265,7 +268,7 @@ func (o *observed) observe(to metric.Observer, g *Guard) {
 			to.ObserveFloat64(o.fleetScope, number(state == word),
 				metric.WithAttributes(attribute.String("scope", f.Name), attribute.String("state", word)))
 		}
-		if i == 0 { // all say the same
+		if i == 0 { // the numbers are the same for all scopes
 			to.ObserveFloat64(o.heard, float64(f.Heard))
 			to.ObserveFloat64(o.quorum, float64(f.Need))
 		}
@@ -279,8 +282,7 @@ func (o *observed) observeTopic(to metric.Observer, g *Guard, sum *topicSum) {
 	}
 }
 
-// source observes what is told for each source. A gauge is 0 at rest and does not
-// vanish.
+// source observes the instruments of one source. A gauge at rest is 0, and is not left out.
 func (o *observed) source(to metric.Observer, c controls, st State, own *sourceMetrics) {
 	with := func(kv ...attribute.KeyValue) metric.MeasurementOption {
 		return metric.WithAttributes(append(slices.Clip(own.attrs), kv...)...)
@@ -308,7 +310,7 @@ func (o *observed) source(to metric.Observer, c controls, st State, own *sourceM
 	if !st.Settings.NoBreaker {
 		state := st.Breaker.State
 		if state == breaker.Closed && active[ReasonBreaker] {
-			state = breaker.Open // a wider scope's is
+			state = breaker.Open // a wider scope is open
 		}
 		for _, s := range []breaker.State{breaker.Closed, breaker.Open, breaker.HalfOpen} {
 			to.ObserveFloat64(o.state, number(state == s), with(attribute.String("scope", own.scopes), attribute.String("state", s.String())))
@@ -345,12 +347,12 @@ func number(b bool) float64 {
 
 func (m *metrics) close() {
 	if m.observer != nil {
-		_ = m.observer.Unregister() // it only forgets a callback
+		_ = m.observer.Unregister() // Unregister only drops the callback
 	}
 }
 
-// transition counts the changes of partitions' breakers for their topic as a whole. Each
-// open period ends half-open, so that would say nothing new.
+// transition counts a breaker's change; partitions count for their topic as a whole. A
+// change to half-open does not count: each open period ends with one.
 func (m *metrics) transition(c circuit.Change) {
 	scope, cause := c.Scope, ""
 	switch c.To {
@@ -374,19 +376,19 @@ func (m *metrics) addTransition(n int64, scope string, to breaker.State, cause s
 		attribute.String("scope", scope), attribute.String("to", to.String()), attribute.String("cause", cause)))
 }
 
-// sourceMetrics is the part of one source, with its attributes made ready.
+// sourceMetrics are the metrics with the attributes of one source.
 type sourceMetrics struct {
 	*metrics
 	attrs    []attribute.KeyValue
-	base     metric.MeasurementOption
+	base     metric.MeasurementOption // attrs
 	topicSet attribute.Set
-	topic    metric.MeasurementOption // without what tells the sources of a topic or queue apart
-	node     Node                     // of the topic or queue, or of the source if it has none
-	name     string                   // of the span
-	scope    string                   // of the breaker
-	scopes   string                   // the same, or what stands for all partitions of a topic
-	reasons  []Reason                 // that can hold it
-	function bool                     // of [Protect]: there is no broker and no dead letter
+	topic    metric.MeasurementOption // topicSet: the same for all sources of a topic or queue
+	node     Node                     // the Node of the topic or queue, or of the source if it has none
+	name     string                   // name of the span
+	scope    string                   // scope of the breaker
+	scopes   string                   // scope, with * for the partition
+	reasons  []Reason                 // the reasons that can hold the source
+	function bool                     // made by [Protect]: no broker and no dead letters
 }
 
 func (m *metrics) source(cfg SourceConfig) sourceMetrics {
@@ -433,14 +435,14 @@ func (s *Source[M]) lag() int64 {
 }
 
 func (s *Source[M]) parked() (now int, followed uint64, ok bool) {
-	if s.parker == nil || s.from != nil { // its parent says it
+	if s.parker == nil || s.from != nil { // the parent source reports it
 		return 0, 0, false
 	}
 	now, followed = s.parker.Parked()
 	return now, followed, true
 }
 
-// sampled picks the first message of each sampleOneIn, from 1.
+// sampled tells whether a message is timed: the first of each sampleOneIn. n counts from 1.
 func (m *sourceMetrics) sampled(n uint64) bool { return n%sampleOneIn == 1 }
 
 func (m *sourceMetrics) recovered(ctx context.Context, d time.Duration) {
@@ -453,8 +455,8 @@ func (m *sourceMetrics) addDead(ctx context.Context, n int64, why dlq.Reason) {
 	m.dead.Add(ctx, n, m.topic, metric.WithAttributes(attribute.String("reason", string(why))))
 }
 
-// atRest shows counters at 0 before anything has happened: a scraper that never saw the 0
-// takes a series that begins at 1 for one that has not changed.
+// atRest adds 0 to the counters, so that they are shown before the first event. A scraper
+// that never saw the 0 sees no change in a series that begins at 1.
 func (m *sourceMetrics) atRest() {
 	for _, kind := range []string{ClassDependency.String(), ClassMessage.String(), ClassUnknown.String(), kindTimeout, kindPanic} {
 		m.addFailed(context.Background(), 0, kind)
@@ -501,8 +503,8 @@ const (
 	kindTimeout = "timeout"
 )
 
-// kind is the error.type of a failed call, one of five words: an error's own type or
-// text would make a time series of each.
+// kind is the error.type of a failed call, one of five words: the error's own type or text
+// would make too many time series.
 func (r result) kind() string {
 	switch {
 	case r.panicked:
@@ -514,7 +516,7 @@ func (r result) kind() string {
 	}
 }
 
-// observe is call with a clock around it, and a span if there is a tracer.
+// observe is call, timed for each sampled message, with a span if there is a tracer.
 func (s *Source[M]) observe(ctx *callContext, m M, n uint64) (stack []byte, err error) {
 	if s.metrics.tracer != nil {
 		parent, span := s.span(ctx.parent, m)
@@ -530,7 +532,7 @@ func (s *Source[M]) observe(ctx *callContext, m M, n uint64) (stack []byte, err 
 	if !s.metrics.sampled(n) {
 		return s.call(ctx, m)
 	}
-	if n%producerOneIn == 1 && ctx.before == 0 && s.lookedAt.Swap(n) != n { // a number comes again after a failure
+	if n%producerOneIn == 1 && ctx.before == 0 && s.lookedAt.Swap(n) != n { // after a failure the same n comes again
 		s.lookUpProducer(m)
 	}
 	start := s.g.now()

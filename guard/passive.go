@@ -12,16 +12,15 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
-// The passive shape: a user's own loop handles and settles, and the guard stands
-// between it and the broker. Offer puts messages in, Ready gives them out when
-// they may be handled, Done takes their outcome. The machine is the same as in
-// Run; the loop is not.
+// The passive shape: a program's own loop handles and settles messages, and the guard
+// stands between that loop and the broker. Offer takes messages in, Ready gives them out
+// when they may be handled, Done takes their outcome. The machine is the same as in Run;
+// the loop is not.
 //
-// What it cannot do: it sees only the outcomes that the user's settling
-// reveals; there is no handler timeout, panic or Goexit to see (a slow message
-// is reported to the breaker all the same); and with more than one of
-// [Policy.Workers], several messages are out at once, so a retry comes after
-// messages that were behind it.
+// Limits of the passive shape: the guard sees only the outcomes that the program's settling
+// reveals, through Done. It sees no handler timeout, panic or Goexit, but still reports a
+// slow message to the breaker. If [Policy.Workers] is above 1, the program has several
+// messages at once, so a retry comes after messages that were behind it.
 
 // Item is a message that may be handled now.
 type Item[M any] struct {
@@ -33,14 +32,14 @@ type Item[M any] struct {
 // Token names one attempt of one message in one epoch of a source.
 type Token struct{ epoch, id, serial uint64 }
 
-// Offer puts a message in. It does not wait: without room it is [ErrFull], and
-// the message stays the caller's, who offers it again when [Port.Demand] has named
-// room: half of the window, or any where nothing moves. [Source.OfferWait] waits for
-// the first. Messages of one caller keep their order; those of callers at the same time
-// have none, so an adapter with an order offers from one goroutine.
+// Offer hands a message to the source. It does not wait: without room it returns
+// [ErrFull], and the message stays the caller's. The caller offers it again after a
+// [Port.Demand] above 0: when half of the window is free, or any room if nothing moves.
+// [Source.OfferWait] waits for any room. Messages of one caller keep their order;
+// concurrent callers have none. So an adapter that keeps an order offers from one
+// goroutine. Offer returns [ErrClosed] after the source has ended.
 //
-// It also feeds a source with a handler whose input is whoever calls Offer: run
-// that by Run(ctx, nil).
+// A source with a handler may take its input from Offer, too: call Run(ctx, nil).
 func (s *Source[M]) Offer(m M) error {
 	if !s.begin() {
 		return ErrClosed
@@ -60,8 +59,8 @@ func (s *Source[M]) Offer(m M) error {
 	return err
 }
 
-// OfferWait is Offer that waits while there is no room: for any room, whatever
-// [Port.Demand] was told. It returns ctx's error if that ends first, and the message
+// OfferWait is [Source.Offer], but waits for room. It waits for any room, whatever the
+// latest [Port.Demand] said. If ctx ends first, it returns ctx's error, and the message
 // stays the caller's. Several calls may wait; their messages have no order.
 func (s *Source[M]) OfferWait(ctx context.Context, m M) error {
 	if !s.begin() {
@@ -86,11 +85,11 @@ func (s *Source[M]) OfferWait(ctx context.Context, m M) error {
 			err = s.offerLocked(m, key, size)
 		}
 	}
-	s.unlockOffer(err) // it tells the next, if there is more room
+	s.unlockOffer(err) // wakes the next waiting call, if there is more room
 	return err
 }
 
-// unlockOffer ends what offerLocked began.
+// unlockOffer ends the critical section of offerLocked.
 func (s *Source[M]) unlockOffer(err error) {
 	s.unlock(s.g.now())
 	if err == nil {
@@ -118,13 +117,13 @@ func (s *Source[M]) offerLocked(m M, key uint64, size int) error {
 	return nil
 }
 
-// Ready gives out messages that may be handled, in the order of the policy. It
-// is closed when the source ends.
+// Ready gives out messages that may be handled now, in the order of the policy. It is
+// closed when the source ends, and nil for a source with a handler.
 func (s *Source[M]) Ready() <-chan Item[M] { return s.ready }
 
-// Done takes the outcome of an attempt: nil, or an error as a handler would
-// return it. It settles at the broker on the caller's goroutine. A second Done
-// of one attempt, or one of an older epoch, does nothing but count as stale.
+// Done takes the outcome of an attempt: nil, or an error as a handler would return it.
+// It settles the message at the broker on the caller's goroutine. A second Done of one
+// attempt, or a Done of an older epoch, has no effect; it counts in Tally.Stale.
 func (s *Source[M]) Done(t Token, err error) {
 	s.mu.Lock()
 	it := s.passive[t.id]
@@ -137,7 +136,7 @@ func (s *Source[M]) Done(t Token, err error) {
 	s.mu.Unlock()
 	looked := false
 	defer func() {
-		if !looked { // a method of err has called Goexit, which goes on
+		if !looked { // a method of err has called Goexit, which unwinds the caller
 			s.finish(it, s.exited(nil))
 			s.nudge()
 		}
@@ -162,15 +161,15 @@ func (p *pump[M]) run() {
 	defer close(s.ready)
 	timer := stoppedTimer()
 	defer timer.Stop()
-	var up *item[M]         // given out by the machine, not yet taken by the user
-	var again time.Duration // the machine is not asked for another before then
+	var up *item[M]         // the machine's next item, not yet taken by the program
+	var again time.Duration // not before then the pump asks the machine for another item
 	for {
 		now := s.g.now()
 		s.mu.Lock()
 		st := step[M]{}
 		if up != nil && !s.c.mayOffer(now, up) {
 			if up.probe {
-				again = now + tick // others of the scope may want the slot
+				again = now + tick // other sources of the scope may want the probe
 			} else {
 				s.offeredAt = 0
 			}
@@ -187,7 +186,7 @@ func (p *pump[M]) run() {
 		if st.kind == stepHandle {
 			up = st.it
 		}
-		if up != nil { // with the machine's step: nobody sees it as processing before it is taken
+		if up != nil { // in the critical section of next: no Account counts the item as processing
 			s.passive[up.id], up.offered, s.onOffer = up, true, up
 			if s.offeredAt == 0 {
 				s.offeredAt = max(now, 1)
@@ -214,7 +213,7 @@ func (p *pump[M]) run() {
 			default:
 			}
 		}
-		s.flush() // it blocks now
+		s.flush() // the pump waits now
 		s.tellDemand()
 		var tick <-chan time.Time
 		if st.at > 0 {
@@ -239,7 +238,7 @@ func (p *pump[M]) run() {
 	}
 }
 
-// taken begins an attempt's time, unless its Done came first.
+// taken starts the time of an attempt, unless its Done came first.
 func (s *Source[M]) taken(it *item[M], t Token) {
 	now := s.g.now()
 	s.mu.Lock()
@@ -250,7 +249,7 @@ func (s *Source[M]) taken(it *item[M], t Token) {
 	s.mu.Unlock()
 }
 
-// errNotTaken puts an item back that nobody took off Ready: no attempt was made.
+// errNotTaken is the outcome of an item that the program did not take: no attempt was made.
 var errNotTaken = errors.New("not taken")
 
 func (s *Source[M]) takeBack(it *item[M]) {
@@ -269,15 +268,16 @@ func (s *Source[M]) takeBackLocked(now time.Duration, it *item[M]) {
 	s.c.done(now, it, result{word: cancelled, err: errNotTaken})
 }
 
-// unasked ends the probe of an item that no handler had: the one that failed before it in
-// its look is no less failed.
+// unasked ends the probe of an item that no handler had. If the probe is a later message
+// of a look, the probe has failed: the messages before it in the look did.
 func (c *machine[M]) unasked(now time.Duration, it *item[M]) {
 	if it.probe && (it.witness() || it.lane != nil && it.lane.step > 0 || c.round.step > 0) {
 		c.gate.Failure(now, it.token, false)
 	}
 }
 
-// inHand is how long the handler or the program has had an item, and whether it has it.
+// inHand is how long the handler or the program has had an item. taken is false before
+// the program has it.
 func (c *machine[M]) inHand(now time.Duration, it *item[M]) (had time.Duration, taken bool) {
 	had = now - it.started
 	if c.takenAt == nil {
@@ -291,16 +291,16 @@ func (c *machine[M]) inHand(now time.Duration, it *item[M]) (had time.Duration, 
 }
 
 // passOn gives up the slot of a probe that the program does not take: another source may
-// have it. The item stays where it is, and is a probe again when its call has ended; see takeUp.
+// use the slot. The item stays where it is, and is a probe again after its call; see takeUp.
 func (c *machine[M]) passOn(now time.Duration, it *item[M]) {
 	c.unasked(now, it)
 	c.exclude(now, it)
 	it.token = circuit.Token{}
 }
 
-// takeUp makes an item whose slot was passed on a probe again, if there is room for one: the
-// program has called its handler after all. Otherwise a program that takes each message late
-// would close no breaker.
+// takeUp makes an item a probe again after passOn, if the breaker has a free slot: the
+// program has called its handler after all. Without takeUp a program that takes each
+// message late would never close its breaker.
 func (c *machine[M]) takeUp(now time.Duration, it *item[M]) {
 	if !c.offers || !it.probe || it.slow || it.token.Probe() || c.closed() {
 		return
@@ -310,9 +310,10 @@ func (c *machine[M]) takeUp(now time.Duration, it *item[M]) {
 	}
 }
 
-// mayOffer tells whether an item that nobody has taken may stay on Ready. A probe may
-// for a quarter of its lease: who takes it has the rest, and one that nobody takes is
-// no failure. It is worth nothing once the breaker is no longer half-open.
+// mayOffer tells whether an item that the program has not taken may stay on Ready. A probe
+// may stay for a quarter of Breaker.Lease, so that its call has the rest of the lease. If
+// nobody takes the probe, that is no failure. A probe is useless once the breaker is no
+// longer half-open.
 func (c *machine[M]) mayOffer(now time.Duration, it *item[M]) bool {
 	switch {
 	case c.ended, c.paused, c.asked > now, c.unseen(it):

@@ -18,10 +18,10 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
-// Func guards a plain function that many goroutines call: admission by limiter
-// and breaker, retries in place, timeout, panic recovery. There is no broker, so
-// there is no hold, no order and no dead letter: a refused caller gets a
-// [*HeldError] and keeps its message, and so does one whose attempts are used up.
+// Func guards a plain function that many goroutines call. It has a limiter and a breaker,
+// retries on the caller's goroutine, a timeout and panic recovery. Without a broker there
+// is no hold, no order and no dead letter: the caller gets an error and keeps its message.
+// A refused caller gets a [*HeldError]. All methods are safe for concurrent use.
 type Func[M any] struct {
 	g       *Guard
 	cfg     SourceConfig
@@ -33,33 +33,33 @@ type Func[M any] struct {
 
 	// cells spread the counters of concurrent callers over cache lines.
 	cells   [cellCount]cell
-	closed  atomic.Bool  // no further call
-	paused  atomic.Int64 // when a pause ends by itself; 0 is none
-	refused atomic.Int64 // when a call was last refused that could have been a probe
+	closed  atomic.Bool  // no further call may begin
+	paused  atomic.Int64 // when a pause ends by itself; 0 is no pause
+	refused atomic.Int64 // when the breaker last refused a call that could have been a probe
 	limit   Limiter
-	seen    uint64 // successes, when the sweeper last looked
+	seen    uint64 // the number of successes at the sweeper's last look; owned by the sweeper
 
 	lastFailed atomic.Pointer[failedCall]
 
 	mu        sync.Mutex
-	ended     bool
+	ended     bool          // End was called
 	overdue   bool          // over is closed
-	over      chan struct{} // End waits no longer
-	done      chan struct{} // End has returned
+	over      chan struct{} // closed when End stops waiting
+	done      chan struct{} // closed when End has finished
 	ending    Report
 	deliverID atomic.Uint64
 }
 
 const cellCount = 16 // a power of 2
 
-// cell is one goroutine's share of the counters, most of the time. started is
-// written before the others of the same call, and read after them.
+// cell is a part of the counters, mostly used by one goroutine at a time. A call writes
+// started before its other counters, and Account reads started after them.
 type cell struct {
 	acked    atomic.Uint64 // successes
-	inner    atomic.Uint64 // those of calls of a probe, whose own success is the proof
+	inner    atomic.Uint64 // successes of calls inside a probe; the probe's own success is the proof
 	ignored  atomic.Uint64
 	returned atomic.Uint64
-	waiting  atomic.Int64 // in a retry's delay, or for the limiter
+	waiting  atomic.Int64 // calls that wait for a retry or for the limiter
 	failures atomic.Uint64
 	retries  atomic.Uint64
 	probes   atomic.Uint64
@@ -68,13 +68,13 @@ type cell struct {
 	_        [64]byte
 }
 
-// Protect guards a function. cfg.DeadLetters is not used: what cannot be handled
-// goes back to the caller. Policy fields that need a broker (Order, Workers,
-// Window, Ramp, Storm, Budget) are checked and otherwise without effect, and so is
-// Breaker.Slow: a call is seen when it returns. No wider scope is opened by its breaker or
-// holds it: the source that calls it counts already. As in [Open], a Policy.Breaker that
-// differs from the Guard's is refused. cfg.Limiter is called by all callers at the
-// same time, under no lock.
+// Protect guards a function. cfg.DeadLetters is not used: an error goes back to the caller.
+// The Policy fields that need a broker (Order, Workers, Window, Ramp, Storm, Budget) are
+// checked, but have no effect. Breaker.Slow has none, either: the guard sees a call when it
+// returns. The breaker has no part in wider scopes: it does not open them, and they do not
+// hold it, because the source that calls the function counts already. As in [Open], a
+// Policy.Breaker that differs from the Guard's is refused. All callers call cfg.Limiter
+// concurrently, under no lock.
 func Protect[M any](g *Guard, cfg SourceConfig, f func(context.Context, M) error) (*Func[M], error) {
 	var p problems
 	policy := g.policy(cfg, &p)
@@ -129,38 +129,42 @@ func (f *Func[M]) successes() (n uint64) {
 	return n
 }
 
-// Do calls the function for m on the caller's goroutine, and again after a
-// delay when it fails, up to Policy.Retry.Attempts. It returns nil once a call
-// succeeded; the last error after that, or if the guard refused a further call; [Permanent],
-// [Ignore] (as nil) and [Backoff] errors at once; a [*HeldError] if the guard refused the
-// first call; and ctx's error if it ended during a delay. A panic is a [*PanicError].
+// Do calls the function for m on the caller's goroutine. After a failure it calls the
+// function again after a delay, up to Policy.Retry.Attempts. Do returns:
 //
-// A call waits up to 100 ms for the limiter before it is refused.
+//   - nil after a success, and after an [Ignore] error;
+//   - [Permanent] and [Backoff] errors at once;
+//   - the last error when the attempts are used up, or if the guard refuses a retry;
+//   - a [*HeldError] if the guard refuses the first call;
+//   - ctx's error, joined with the last error, if ctx ends during a delay;
+//   - [ErrClosed] after [Func.End].
+//
+// A panic is a [*PanicError]. A call waits up to 100 ms for the limiter before it is
+// refused.
 func (f *Func[M]) Do(ctx context.Context, m M) error { return f.do(ctx, m, 0) }
 
-// Call is [Func.Do] without retries, for a function that cannot be called twice
-// or whose panics are somebody else's to report, such as an HTTP handler: a
-// panic is counted as a failure and goes on, with the stack it has.
+// Call is [Func.Do] without retries. It is for a function that cannot be called twice, or
+// whose panics somebody else reports, such as an HTTP handler: a panic counts as a failure
+// and goes on to the caller, with its stack.
 //
-// A failure of a call whose ctx has ended is nobody's, unless ctx has a deadline that let the
-// function wait for about 1 s or more. If ctx itself has a method Excuses() bool, that is asked then:
-// false makes it a failure like any other.
+// A failure does not count if ctx has ended, because the caller gave up. It counts if ctx
+// has a deadline that let the function wait for about 1 s or more. If ctx itself has a
+// method Excuses() bool, that method decides instead: after false the failure counts.
 func (f *Func[M]) Call(ctx context.Context, m M) error { return f.do(ctx, m, once) }
 
-// CallClosed is [Func.Call] that never is a probe: unless the breaker is closed
-// it is refused, and [HeldError.Until] is the time until a probe may be made, 0 if
-// one may be made now. It leaves the probes to a source of the same scope, and does not
-// wait for the limiter.
+// CallClosed is [Func.Call], but never a probe. Unless the breaker is closed, it returns a
+// [*HeldError] whose Until is the time until a probe may be made, 0 if now. So the probes
+// are left to a source of the same scope. CallClosed does not wait for the limiter.
 func (f *Func[M]) CallClosed(ctx context.Context, m M) error { return f.do(ctx, m, once|noProbe) }
 
-// how is what a call may do.
+// how is a set of options of a call.
 type how uint8
 
 const (
-	once    how = 1 << iota // one call, whose panic goes on
+	once    how = 1 << iota // no retries; a panic goes on to the caller
 	noProbe                 // refused unless the breaker is closed
-	again                   // a retry
-	inside                  // a call of a probe of the same breaker
+	again                   // the call is a retry
+	inside                  // the caller is a probe of the same breaker
 )
 
 func (f *Func[M]) do(ctx context.Context, m M, how how) error {
@@ -169,7 +173,7 @@ func (f *Func[M]) do(ctx context.Context, m M, how how) error {
 		return ErrClosed
 	}
 	c.started.Add(1)
-	if f.closed.Load() { // End set it before it counted
+	if f.closed.Load() { // again: End sets closed before it reads the counters
 		c.returned.Add(1)
 		return ErrClosed
 	}
@@ -188,8 +192,8 @@ func (f *Func[M]) do(ctx context.Context, m M, how how) error {
 	return f.failed(ctx, c, m, token, excused, err, how)
 }
 
-// count counts a success. The first after a rest wakes the sweeper, which sees to it
-// that the breaker books successes in the bucket of the time they were had.
+// count counts a success. The first success after a rest wakes the sweeper, so that the
+// breaker counts successes in the time bucket in which they happened.
 func (f *Func[M]) count(c *cell) {
 	c.acked.Add(1)
 	if f.gate != nil {
@@ -204,7 +208,7 @@ func (f *Func[M]) enter() (circuit.Token, bool) {
 	return f.gate.Enter()
 }
 
-// slow asks everything that may refuse a call.
+// slow makes a call that the pause, the limiter or the breaker may refuse.
 func (f *Func[M]) slow(ctx context.Context, c *cell, m M, how how) error {
 	if how&noProbe == 0 && f.insideProbe(ctx) {
 		how |= inside
@@ -226,10 +230,10 @@ func (f *Func[M]) slow(ctx context.Context, c *cell, m M, how how) error {
 	return f.failed(ctx, c, m, token, excused, err, how)
 }
 
-// admit takes a token of the breaker, and one of the limiter. It asks the limiter again after
-// each wait, as long as patience lasts. Each wait but the last is at least as long as those
-// before it together, so a call asks a few times only. During a wait the function may have been
-// paused, or its breaker have opened: both are asked again, too.
+// admit takes a token of the breaker, and one of the limiter. It asks the limiter again
+// after each wait, until patience is used up. Each wait but the last is at least as long as
+// all waits before it together, so a call asks only a few times. During a wait somebody may
+// pause the function, or the breaker may open: admit asks both again, too.
 func (f *Func[M]) admit(ctx context.Context, c *cell, how how) (token circuit.Token, err error) {
 	for waited := time.Duration(0); ; {
 		now := f.g.now()
@@ -266,8 +270,8 @@ func (f *Func[M]) admit(ctx context.Context, c *cell, how how) (token circuit.To
 	return token, nil
 }
 
-// letIn takes a token of the breaker, unless the function is paused. A call that has waited
-// keeps its probe, if that is still one.
+// letIn takes a token of the breaker, unless the function is paused. A call that has
+// waited for the limiter keeps the probe that it had, if the breaker still has it.
 func (f *Func[M]) letIn(ctx context.Context, now time.Duration, had circuit.Token, how how) (circuit.Token, error) {
 	if ends := f.pausedUntil(now); ends != 0 {
 		f.unprobe(now, had)
@@ -297,9 +301,9 @@ func (f *Func[M]) letIn(ctx context.Context, now time.Duration, had circuit.Toke
 	return token, &HeldError{Source: f.cfg.Name, Reason: ReasonBreaker, Until: until}
 }
 
-// insideProbe tells whether the call is made by a probe of the function's own breaker. There
-// may be no other, so the call goes through, once. The breaker hears how the probe ended, and
-// nothing of this call.
+// insideProbe tells whether the caller is a probe of the function's own breaker. The breaker
+// may allow no other probe, so this call goes through, once. The breaker gets only the
+// result of the outer probe.
 func (f *Func[M]) insideProbe(ctx context.Context) bool {
 	if f.gate == nil {
 		return false
@@ -308,12 +312,13 @@ func (f *Func[M]) insideProbe(ctx context.Context) bool {
 	return ok && f.gate.Probing(p.token)
 }
 
-// patience is for how long a call waits for the limiter. A limiter that fetches tokens only
-// when it is asked, as limiter/redis does, has one after a round trip, and not for long.
+// patience is how long a call waits for the limiter. A limiter that fetches tokens only
+// when it is asked, as limiter/redis does, has one after a round trip, but keeps it only
+// for a short time.
 const patience = 100 * time.Millisecond
 
-// pace asks the limiter. One that panics or exits takes the caller along, but neither
-// the account of its call nor the probe that it was to be.
+// pace asks the limiter. If the limiter panics or exits, that goes on to the caller, but
+// first the call is counted and its probe is given back.
 func (f *Func[M]) pace(now time.Duration, c *cell, token circuit.Token) time.Duration {
 	returned := false
 	defer func() {
@@ -327,7 +332,7 @@ func (f *Func[M]) pace(now time.Duration, c *cell, token circuit.Token) time.Dur
 	return wait
 }
 
-// unprobe gives back a probe that was not made.
+// unprobe gives back the token of a probe that was not made.
 func (f *Func[M]) unprobe(now time.Duration, token circuit.Token) {
 	if token.Probe() {
 		f.gate.Exclude(now, token)
@@ -335,7 +340,7 @@ func (f *Func[M]) unprobe(now time.Duration, token circuit.Token) {
 	}
 }
 
-// untilProbe is how long nobody is let through, 0 if a probe may be made now.
+// untilProbe is the time until a probe may be made, 0 if one may be made now.
 func (f *Func[M]) untilProbe(now time.Duration) time.Duration {
 	b := f.gate.Breaker.Snapshot(now)
 	if b.State == breaker.Closed { // a wider scope is open
@@ -352,8 +357,8 @@ func (f *Func[M]) succeeded(c *cell, token circuit.Token) {
 	}
 }
 
-// settled follows what was told the breaker: the sweeper must see a change of
-// its state, and sources of the scope that a probe is free.
+// settled follows each report to the breaker. It wakes the sweeper, which must see a change
+// of state, and after a probe the sources of the scope, because a probe is free.
 func (f *Func[M]) settled(token circuit.Token) {
 	f.g.sweeper.kick()
 	if token.Probe() {
@@ -423,7 +428,7 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token circuit.Token,
 	}
 }
 
-// excused tells whether a failure is nobody's, since the caller's context has ended.
+// excused tells whether a failure does not count, because the caller's context has ended.
 func (c *protectContext) excused() bool {
 	ended := c.parent.Err()
 	if ended == nil {
@@ -435,12 +440,12 @@ func (c *protectContext) excused() bool {
 	return !errors.Is(ended, context.DeadlineExceeded) || c.waited() < fairWait
 }
 
-// fairWait is after what time in a call the caller's deadline is no excuse: a dependency that
-// hangs must not hide behind callers that do not wait for Policy.Timeout. A deadline of 1 s is
-// clearly above it.
+// fairWait is how long a function must wait before the caller's deadline is no excuse for
+// its failure. Otherwise a dependency that hangs would stay unseen if all callers wait less
+// than Policy.Timeout. A deadline of 1 s is clearly above fairWait.
 const fairWait = 900 * time.Millisecond
 
-// pause waits a retry's delay, or for the limiter.
+// pause waits for d: the delay of a retry, or the limiter.
 func (f *Func[M]) pause(ctx context.Context, c *cell, d time.Duration) error {
 	c.waiting.Add(1)
 	t := time.NewTimer(d)
@@ -453,15 +458,15 @@ func (f *Func[M]) pause(ctx context.Context, c *cell, d time.Duration) error {
 	case <-f.done:
 	}
 	c.waiting.Add(-1)
-	if f.closed.Load() { // after that: End sets it before it counts
+	if f.closed.Load() { // after waiting is decremented: End sets closed before it reads the counters
 		return ErrClosed
 	}
 	return err
 }
 
-// call runs the function. Its context ends at the timeout, counted from the
-// first time that the function waits on it: one that never looks cannot tell. before
-// counts the attempts before this one. An error may be excused by the caller's end.
+// call runs the function. The context ends at the timeout, counted from the first time
+// that the function waits for its end: a function that never does sees no difference.
+// before is the number of attempts before this one. For excused see protectContext.excused.
 func (f *Func[M]) call(ctx context.Context, m M, token circuit.Token, how how, before int) (excused bool, err error) {
 	cc := &protectContext{callContext{parent: ctx, timeout: f.policy.Timeout, selfTimed: true, before: before}, &f.metrics}
 	if token.Probe() {
@@ -472,8 +477,8 @@ func (f *Func[M]) call(ctx context.Context, m M, token circuit.Token, how how, b
 		if returned {
 			return
 		}
-		// A panic is an error; a Goexit, and the panic of a Call, goes on unwinding
-		// the caller's goroutine, and is counted.
+		// A panic becomes an error. A Goexit, or a panic in Call, is counted and goes on
+		// to unwind the caller's goroutine.
 		cc.finish()
 		if how&once == 0 {
 			if v := recover(); v != nil {
@@ -497,7 +502,7 @@ func (f *Func[M]) call(ctx context.Context, m M, token circuit.Token, how how, b
 	err = f.f(cc, m)
 	cc.finish()
 	if err != nil {
-		err = sound(err) // a method of it may call Goexit
+		err = sound(err) // a method of err may call Goexit
 	}
 	returned = true
 	if err == nil {
@@ -515,9 +520,9 @@ func (f *Func[M]) call(ctx context.Context, m M, token circuit.Token, how how, b
 // Name is the source's name.
 func (f *Func[M]) Name() string { return f.cfg.Name }
 
-// Account sums what the callers count, read one after another: calls that end
-// meanwhile may still show as processing. A refused call is received and returned;
-// [Tally] has the refusals, those of retries too, as Diverted.
+// Account sums up the counters, which are read one after the other: calls that end
+// meanwhile may still show as Processing. A refused call counts as Received and Returned.
+// [Tally] counts the refusals, also those of retries, as Diverted.
 func (f *Func[M]) Account() Account {
 	var a Account
 	var ended, started uint64
@@ -539,7 +544,7 @@ func (f *Func[M]) Account() Account {
 	return a
 }
 
-// State is the function seen from outside.
+// State describes the function at one instant.
 func (f *Func[M]) State() State {
 	now := f.g.now()
 	st := State{Source: f.cfg.Name, Now: now, Ended: f.closed.Load(), Account: f.Account(), Settings: f.policy, Storm: dlq.Storm{}}
@@ -563,7 +568,8 @@ func (f *Func[M]) State() State {
 	return st
 }
 
-// Pause refuses calls for d, or until Resume if d is not above 0. It outlives End.
+// Pause refuses calls for d, or until Resume if d is not above 0. After End the pause goes
+// on in the next Func or Source of that name.
 func (f *Func[M]) Pause(d time.Duration) {
 	now := f.g.now()
 	f.paused.Store(int64(pauseEnd(now, d)))
@@ -633,11 +639,11 @@ func (f *Func[M]) Update(Policy) error {
 	return fmt.Errorf("guard: source %s: the policy of a protected function cannot change", f.cfg.Name)
 }
 
-// End refuses further calls and retries with [ErrClosed] and waits for those under
-// way until ctx ends; what is then left is reported.
+// End refuses further calls and retries with [ErrClosed]. It waits for running calls until
+// ctx ends, and reports the calls that are left.
 //
-// Later calls wait for the first and return its report; whichever context ends
-// first counts.
+// Later calls of End wait for the first and return its report. All stop waiting when the
+// first of their contexts ends.
 func (f *Func[M]) End(ctx context.Context, why Reason) Report {
 	stop := context.AfterFunc(ctx, f.hurry)
 	defer stop()
@@ -676,7 +682,7 @@ wait:
 	return rep
 }
 
-// hurry makes End go on without the calls under way.
+// hurry makes End go on without the running calls.
 func (f *Func[M]) hurry() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -688,8 +694,8 @@ func (f *Func[M]) hurry() {
 
 func (*Func[M]) nudge() {}
 
-// sweep ends a pause whose time is over. It tells whether one has an end, or calls have
-// succeeded since it last looked. A failure brings the breaker up to date by itself.
+// sweep ends a pause whose time is over. moving tells whether a pause with an end goes on,
+// or calls have succeeded since the last sweep. A failure updates the breaker by itself.
 func (f *Func[M]) sweep(now time.Duration) (moving bool) {
 	n := f.successes()
 	moving = n != f.seen && f.gate != nil

@@ -13,41 +13,41 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-// Quarantine: messages that match a rule of a list are dead-lettered unhandled, all
-// others are handled. The list is read when it changes, into a ruleBook that is never
-// changed. A message is compared when it is up, before it is admitted, once for each
-// book; that is a call of Port.Meta, outside the lock:
+// Quarantine: messages that match a rule of a list are dead-lettered without a handler
+// call; all others are handled. When the list changes, it is read into a new ruleBook,
+// which never changes. Each message is compared once with each book, when its turn comes
+// and before it is admitted. This calls Port.Meta, outside the lock:
 //
 //	next ──▶ stepLook ──▶ look ──▶ looked ──▶ up again, or impounded
 //
-// Keys and headers need each message to be looked at, so the closed path is off while
-// the list has such rules. Without them it costs the closed path nothing. A rule about a
-// cause is compared when a message fails.
+// Rules about keys and headers need the Meta of each message, so the closed path is off
+// while the list has such rules. Otherwise the quarantine costs the closed path nothing. A
+// rule about a cause is compared when a message fails.
 
-// WithQuarantine has the Guard heed a list that it shares with others, such as that of
-// a fleet, or of another Guard of this process. The default is one of its own.
+// WithQuarantine makes the Guard use a list that it shares with others, such as the list
+// of a fleet or of another Guard of this process. The default is a list of its own.
 func WithQuarantine(q dlq.Quarantine) Option { return func(g *Guard) { g.quarantine = q } }
 
-// Quarantine is the list of rules that the Guard heeds: an operator adds to it and
-// removes from it. A message that matches is no attempt and no failure. It costs no
-// credit, but the limit of dead letters paces it. It is dead-lettered with the reason
-// "quarantine" where it stands in its order. In a source without a dead-letter writer it
-// waits until the rule ends. A rule about a cause matches messages that have failed with
-// it once.
+// Quarantine returns the Guard's list of rules. An operator adds rules to it and removes
+// them. A message that matches a rule is dead-lettered in its order, with the reason
+// "quarantine". That is no attempt and no failure, and costs no credit, but the limit of
+// dead letters paces it. In a source without a dead-letter writer the message waits until
+// the rule ends. A rule about a cause matches a message that has failed with that cause
+// once.
 func (g *Guard) Quarantine() dlq.Quarantine { return g.quarantine }
 
-// ruleBook is what a list said at one time. It is never changed. nil is an empty list.
+// ruleBook is the content of a list at one time. It never changes. nil is an empty list.
 type ruleBook struct {
-	version uint64 // from 1
-	rules   map[dlq.Rule]time.Time
-	meta    bool      // there are rules about keys or headers
-	headers bool      // … about headers
-	causes  bool      // there are rules about causes
-	until   time.Time // the first of them ends
+	version uint64                 // from 1
+	rules   map[dlq.Rule]time.Time // when each rule ends
+	meta    bool                   // there are rules about keys or headers
+	headers bool                   // there are rules about headers
+	causes  bool                   // there are rules about causes
+	until   time.Time              // when the first rule ends
 }
 
-// readQuarantine reads the list if it has changed, or a rule's time is over, and has the
-// sources look at what waits again. The sweeper calls it.
+// readQuarantine reads the list if it has changed or a rule has ended. Then the sources
+// compare their waiting messages again. The sweeper calls it.
 func (g *Guard) readQuarantine() {
 	book := g.rules.Load()
 	if !g.listed.Swap(false) && (book == nil || time.Now().Before(book.until)) {
@@ -101,9 +101,9 @@ func (b *ruleBook) has(r dlq.Rule) bool {
 	return ok && time.Now().Before(until)
 }
 
-// ofMeta is the rule about its key or a header that a message matches, nil if there is
-// none. Of headers of one name the last counts; names are compared without regard to
-// case, as [dlq.Lookup] does.
+// ofMeta is the rule about a key or a header that a message matches, nil if there is
+// none. Of headers with one name the last counts; the case of names is ignored, as in
+// [dlq.Lookup].
 func (b *ruleBook) ofMeta(m Meta) *dlq.Rule {
 	if r := (dlq.Rule{Kind: dlq.RuleKey, Value: string(m.Key)}); len(m.Key) > 0 && b.has(r) {
 		return &r
@@ -121,7 +121,8 @@ func (b *ruleBook) ofMeta(m Meta) *dlq.Rule {
 	return nil
 }
 
-// headerText is what people write for a value; false for times, lists and tables.
+// headerText is the text by which a rule names a header's value; false for times, lists
+// and tables.
 func headerText(v any) (string, bool) {
 	switch v := v.(type) {
 	case string:
@@ -146,8 +147,8 @@ func (b *ruleBook) ofCause(class Class, err error, stack []byte) *dlq.Rule {
 	return nil
 }
 
-// heedRules gives the source the book in force. What waits is compared again: at once
-// what waits for a retry, the rest when it is up.
+// heedRules gives the source the book in force. Messages that wait for a retry are compared
+// again at once, the others when their turn comes.
 func (s *Source[M]) heedRules(now time.Duration) {
 	s.mu.Lock()
 	s.c.heedRules(now, s.g.rules.Load())
@@ -155,7 +156,7 @@ func (s *Source[M]) heedRules(now time.Duration) {
 	s.nudge()
 }
 
-func (*Func[M]) heedRules(time.Duration) {} // it has no messages that could be kept apart
+func (*Func[M]) heedRules(time.Duration) {} // a function has no messages for a quarantine
 
 func (c *machine[M]) heedRules(now time.Duration, book *ruleBook) {
 	c.book = book
@@ -170,13 +171,13 @@ func (c *machine[M]) heedRules(now time.Duration, book *ruleBook) {
 	}
 }
 
-// release lets an item that was impounded, and is not with the writer yet, go on.
+// release lets an impounded item go on, if its dead letter is not with the writer yet.
 func (c *machine[M]) release(now time.Duration, it *item[M]) {
 	it.rule, it.paid = nil, false
 	if it.tries > 0 && !it.permanent {
 		it.doubtful = c.lucks.add(int64(it.luck))
 	}
-	c.park(it, now, ReasonNone) // it is woken by next: what is permanent is condemned there
+	c.park(it, now, ReasonNone) // next wakes it, or condemns it if it is permanent
 }
 
 // unseen tells whether an item must be compared with the book before it is handled.
@@ -184,7 +185,7 @@ func (c *machine[M]) unseen(it *item[M]) bool {
 	return c.book != nil && it.seen != c.book.version && it.rule == nil && (c.book.meta || c.book.causes && len(it.failures) > 0)
 }
 
-// nextToLook is the next of the items that wait for a retry and are to be compared.
+// nextToLook is the next item that waits for a retry and must be compared, nil for none.
 func (c *machine[M]) nextToLook() *item[M] {
 	for len(c.unlooked) > 0 && !c.paused {
 		it := c.unlooked[0]
@@ -196,8 +197,8 @@ func (c *machine[M]) nextToLook() *item[M] {
 	return nil
 }
 
-// examine takes an item aside, to be compared with the book: from where it waits, or
-// from the front of what is up. It counts as processing meanwhile.
+// examine takes an item out of the retry set, or from the front of the ready items, to
+// compare it with the book. The item counts as processing meanwhile.
 func (c *machine[M]) examine(now time.Duration, it *item[M]) step[M] {
 	it.wasParked = it.phase == retryWait
 	switch {
@@ -209,12 +210,12 @@ func (c *machine[M]) examine(now time.Duration, it *item[M]) step[M] {
 		it.lane.queued, it.lane.parked = false, true
 	}
 	c.move(it, processing)
-	it.started, it.slow, it.ctx, it.probe = now, true, nil, false // no timeout, nothing for the breaker
+	it.started, it.slow, it.ctx, it.probe = now, true, nil, false // no timeout, no report to the breaker
 	return step[M]{kind: stepLook, it: it}
 }
 
-// looked puts an item back that was taken aside by examine, or impounds it. book is what
-// it was compared with, nil if that does not count.
+// looked impounds an item that examine took out, or puts it back. book is the book that
+// the item was compared with, nil if that comparison does not count.
 func (c *machine[M]) looked(now time.Duration, it *item[M], book *ruleBook, rule *dlq.Rule) {
 	if book != nil {
 		it.seen = book.version
@@ -245,13 +246,13 @@ func (c *machine[M]) looked(now time.Duration, it *item[M], book *ruleBook, rule
 	}
 }
 
-// impound dead-letters an item that matches a rule, or lets it wait where there is no
-// writer. It costs no credit. In a lane it is done in its place: when it is the head, or
-// a look behind the head has come to it; the look then goes on with the next.
+// impound dead-letters an item that matches a rule, without a credit. Without a writer the
+// item waits. An item of a lane keeps its place: it is impounded when it is the head, or
+// when a look behind the head has come to it; the look then goes on with the next item.
 func (c *machine[M]) impound(now time.Duration, it *item[M], rule *dlq.Rule) {
 	witness := it.witness()
 	if witness && c.letterPace != nil && c.letterPace.Admit(now) > 0 {
-		it.seen = 0 // it is compared again in its turn
+		it.seen = 0 // compare it again in its turn
 		c.endWitness(now, it.lane, it)
 		return
 	}
@@ -280,7 +281,7 @@ func (c *machine[M]) impound(now time.Duration, it *item[M], rule *dlq.Rule) {
 	}
 }
 
-// endWitness ends the look of a lane that cannot go on, and lets its head wait.
+// endWitness ends the look of a lane, which cannot go on, and lets the lane's head wait.
 func (c *machine[M]) endWitness(now time.Duration, l *lane[M], it *item[M]) {
 	if it != nil {
 		c.move(it, waiting)
@@ -289,8 +290,8 @@ func (c *machine[M]) endWitness(now time.Duration, l *lane[M], it *item[M]) {
 	c.decide(now, l.front[0])
 }
 
-// next is the machine's, with the comparing done. The caller holds s.mu, which is given
-// up meanwhile.
+// next is machine.next, but does each stepLook itself. The caller holds s.mu; next unlocks
+// it during a comparison.
 func (s *Source[M]) next(now time.Duration) step[M] {
 	for {
 		st := s.c.next(now)
@@ -298,17 +299,17 @@ func (s *Source[M]) next(now time.Duration) step[M] {
 			return st
 		}
 		book := s.c.book
-		s.calls++ // as begin: End waits for it
+		s.calls++ // as begin does: End waits for the comparison
 		s.unlock(now)
 		rule := s.compare(st.it, book)
 		s.mu.Lock()
 		s.endLocked()
 		now = s.g.now()
 		if s.c.emptied {
-			s.c.abandon(st.it) // End waited for no longer
+			s.c.abandon(st.it) // End has stopped waiting
 			continue
 		}
-		if s.c.book != book { // the list has changed meanwhile: it is compared again
+		if s.c.book != book { // the list has changed meanwhile: compare again
 			rule, book = nil, nil
 		}
 		s.c.looked(now, st.it, book, rule)

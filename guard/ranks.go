@@ -3,36 +3,35 @@
 
 package guard
 
-// ranks is a multiset of numbers in order. It keeps each number once, with how many
-// messages have it, and forgets a number that none has: so it is never longer than
-// there are messages. To take one out costs the same whatever is in it; to put one in
-// takes a step for each number that is passed, from either end or from where it was.
-// The zero value is empty.
+// ranks is a sorted multiset of numbers. It keeps each number once, with the count of messages
+// that have it, and drops a number that no message has: so it is never longer than the number
+// of messages. drop takes constant time. add and move take a step for each number that they
+// pass, add from either end, move from the old place. The zero value is empty.
 type ranks struct {
 	nodes             []rank
 	first, last, free int32 // places: indexes in nodes plus 1; 0 is none
 }
 
-// rank is a number in ranks, and free ones are linked by next.
+// rank is a number in ranks. Free ones are linked by next.
 type rank struct {
 	v          int64
-	n          int32 // how many have it
+	n          int32 // messages that have the number
 	prev, next int32
 }
 
-// smallRanks is how much room empty ranks keep.
+// smallRanks is the greatest capacity that empty ranks keep.
 const smallRanks = 1024
 
 func (r *ranks) at(place int32) *rank { return &r.nodes[place-1] }
 
 func (r *ranks) empty() bool { return r.first == 0 }
 
-// least and most are the ends of ranks that are not empty.
+// least and most are the smallest and the greatest number. The ranks must not be empty.
 func (r *ranks) least() int64 { return r.at(r.first).v }
 func (r *ranks) most() int64  { return r.at(r.last).v }
 
-// add puts a number in, and returns its place. It is quick near the end, and at the
-// beginning.
+// add puts a number in, and returns its place. It is fast for a number that is near the greatest
+// or below the smallest.
 func (r *ranks) add(v int64) int32 {
 	if r.first == 0 || v < r.least() {
 		return r.join(v, 0)
@@ -44,7 +43,7 @@ func (r *ranks) add(v int64) int32 {
 	return r.join(v, p)
 }
 
-// move replaces a number by another one, and returns that one's place.
+// move replaces the number at a place by v, and returns the place of v.
 func (r *ranks) move(place int32, v int64) int32 {
 	p := place
 	for next := r.at(p).next; next != 0 && r.at(next).v <= v; next = r.at(p).next {
@@ -58,7 +57,7 @@ func (r *ranks) move(place int32, v int64) int32 {
 	return to
 }
 
-// join puts a number in at the place of the greatest that is not above it, or behind it.
+// join puts a number in. p is the place of the greatest number that is not above v, 0 for none.
 func (r *ranks) join(v int64, p int32) int32 {
 	if p != 0 && r.at(p).v == v {
 		r.at(p).n++

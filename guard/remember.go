@@ -10,15 +10,15 @@ import (
 	"time"
 )
 
-// A failed message that goes back to the broker with its epoch comes again in the
-// next, and must not begin anew: poison that hangs until its timeout would never be
-// dead-lettered where partitions move every few minutes. So a Guard remembers by a
-// source's name what its unsettled messages had failed.
+// A failed message that goes back to the broker at the end of its epoch comes again in the next
+// epoch. Its attempts must not begin anew: poison that hangs until its timeout would never be
+// dead-lettered if partitions move every few minutes. So a Guard remembers the failures of
+// unsettled messages under their source's name.
 
-// maxSuspects bounds what is remembered of one source.
+// maxSuspects bounds how many messages of one source are remembered.
 const maxSuspects = 1024
 
-// suspect is what is remembered of a failed message.
+// suspect is what is remembered of a failed message. The fields up to failures are those of item.
 type suspect struct {
 	tries, attempts, after int
 	lastWord               bool
@@ -26,18 +26,17 @@ type suspect struct {
 	luck                   uint64
 	firstFailed            time.Duration
 	failures               []attempt
-	at                     time.Duration // when it went back
-	parked                 bool          // it comes back with new attempts: only its luck counts
+	at                     time.Duration // when the message went back to the broker, or was parked
+	parked                 bool          // the message comes back with new attempts: only luck counts
 }
 
-// identity names a message over epochs: by its place at the broker, by its id, or else by
-// its content. The latter names a message only if the broker says that it was
-// delivered before.
+// identity names a message over epochs: by its place at the broker, by its id, or else by its
+// content. certain is false for a name by content if the broker calls this the first delivery.
 func identity(m Meta) (name string, certain bool) {
 	switch o := m.Origin; {
 	case m.Content != nil:
 		return o.Source + "#" + m.Content(), m.Redelivered
-	case o.HasOffset && !m.Timestamp.IsZero(): // a topic or a stream that is made anew counts from its beginning again
+	case o.HasOffset && !m.Timestamp.IsZero(): // offsets of a topic or stream that is made anew begin again
 		return fmt.Sprintf("%s/%d/%d@%d", o.Source, o.Partition, o.Offset, m.Timestamp.UnixNano()), true
 	case o.HasOffset:
 		return fmt.Sprintf("%s/%d/%d", o.Source, o.Partition, o.Offset), true
@@ -59,7 +58,8 @@ func identity(m Meta) (name string, certain bool) {
 	return fmt.Sprintf("#%x", h.Sum(nil)), m.Deliveries != 1
 }
 
-// describe asks the port for what a message's first failure in this epoch needs.
+// describe asks the port for the message's name, and whether this is the last delivery. A
+// message's first failure in this epoch needs both.
 func (s *Source[M]) describe(m M, r *result) {
 	if meta, err := s.meta(m); err == nil {
 		r.name, r.known = identity(meta)
@@ -67,7 +67,7 @@ func (s *Source[M]) describe(m M, r *result) {
 	}
 }
 
-// recall gives an item that failed what is remembered of its message.
+// recall gives a failed item what is remembered of its message.
 func (c *machine[M]) recall(it *item[M], r result) {
 	if it.name != "" || r.name == "" {
 		return
@@ -90,30 +90,30 @@ func (c *machine[M]) recall(it *item[M], r result) {
 	it.firstFailed, it.failures = before.firstFailed, before.failures
 }
 
-// suspect is what is to be remembered of an item, false if it has not failed.
+// suspect returns what is to be remembered of an item, false if it has no name or has not failed.
 func (it *item[M]) suspect(now time.Duration) (suspect, bool) {
 	return suspect{it.tries, it.attempts, it.after, it.lastWord, it.wordAt, it.afterAt, it.luck, it.firstFailed, it.failures, now, false}, it.name != "" && it.tries > 0
 }
 
-// remember keeps what an item has failed, as it goes back to the broker.
+// remember keeps the failures of an item that goes back to the broker.
 func (c *machine[M]) remember(now time.Duration, it *item[M]) {
 	if s, ok := it.suspect(now); ok {
-		s.failures = slices.Clone(s.failures) // a handler may still come back
+		s.failures = slices.Clone(s.failures) // a late handler may still change the original
 		c.suspect(it.name, s)
 	}
 }
 
-// rememberParked keeps the life at which an item failed that was parked. It comes back
-// to the source that has another one beside it, and what succeeds until then is a proof
-// of life before its first call there.
+// rememberParked keeps the luck of an item that was parked, in a source that handles parked
+// messages (with beside). The message comes back to that source. A success until then is a proof
+// of life before the first call there.
 func (c *machine[M]) rememberParked(now time.Duration, it *item[M]) {
 	if c.beside != nil && it.name != "" {
 		c.suspect(it.name, suspect{luck: it.luck, at: now, parked: true})
 	}
 }
 
-// suspect remembers a message. Where there are too many it takes the place of one that was
-// parked, or of the oldest: that may have succeeded since, which is not looked up.
+// suspect remembers a message. If there are too many, it replaces a parked one, or else the
+// oldest: that message may have succeeded since, which is not looked up.
 func (c *machine[M]) suspect(name string, s suspect) {
 	if c.suspects == nil {
 		c.suspects = make(map[string]suspect)
@@ -134,7 +134,7 @@ func (c *machine[M]) suspect(name string, s suspect) {
 	c.suspects[name] = s
 }
 
-// freshSuspects drops what is remembered for too long.
+// freshSuspects drops the messages that have been remembered for keepFor or longer.
 func freshSuspects(now time.Duration, all map[string]suspect) map[string]suspect {
 	for name, s := range all {
 		if now-s.at >= keepFor {

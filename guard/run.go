@@ -14,27 +14,27 @@ import (
 const (
 	// flushEvery is how many acks may be coalesced at most.
 	flushEvery = 64
-	// intakeAtOnce bounds how much is read between two looks at the machine.
+	// intakeAtOnce bounds how many messages are read between two steps of the machine.
 	intakeAtOnce = 256
 )
 
-// Run guards the messages of in until in is closed, ctx ends or the source is
-// ended, and returns nil, ctx's error or [ErrClosed]. ctx is the parent of every
-// handler's context; a call cut short by its end is no failure. Follow Run by
-// [Source.End].
+// Run guards the messages of in. It returns nil when in is closed, ctx's error when ctx
+// ends, and [ErrClosed] when the source is ended. ctx is the parent of every handler's
+// context. A call that fails after the end of ctx is no failure. Call [Source.End] after
+// Run.
 //
-// Handlers run on goroutines of the guard, so one that calls [runtime.Goexit]
-// costs a goroutine and no more. With one worker, while the breaker is closed
-// and nothing is held, the loop that receives a message also handles and acks
-// it: no hop, no lock.
+// Handlers run on goroutines of the guard, so a handler that calls [runtime.Goexit] ends
+// only a goroutine. With one worker, while the breaker is closed and nothing is held, the
+// loop that receives a message also handles and acks it, without a lock or a second
+// goroutine.
 //
-// Run or RunFeed may be called once; another call is an [ErrClosed].
+// Run or RunFeed may be called once; a second call returns [ErrClosed].
 func (s *Source[M]) Run(ctx context.Context, in <-chan M) error { return s.run(ctx, in, nil) }
 
-// RunFeed is Run over [Source.Feed].
+// RunFeed is [Source.Run] with the messages of [Source.Feed].
 func (s *Source[M]) RunFeed(ctx context.Context) error { return s.run(ctx, nil, s.Feed()) }
 
-// run owns the goroutines of the loop, the workers and the keep-alive.
+// run starts and ends the goroutines of the loop, the workers and the keep-alive.
 func (s *Source[M]) run(ctx context.Context, in <-chan M, feed *Feed[M]) error {
 	if s.handler == nil {
 		return fmt.Errorf("guard: source %s: Run needs a handler; the passive shape uses Offer", s.cfg.Name)
@@ -65,12 +65,12 @@ func (s *Source[M]) run(ctx context.Context, in <-chan M, feed *Feed[M]) error {
 	}
 	for !l.over {
 		turn := make(chan struct{})
-		go l.turn(turn) // a handler's Goexit ends it; the next one goes on
+		go l.turn(turn) // a handler's Goexit ends this turn; the next turn goes on
 		<-turn
 	}
 	if l.workers {
 		s.mu.Lock()
-		s.retire, s.c.stopped = true, true // what is left is End's
+		s.retire, s.c.stopped = true, true // End takes the messages that are left
 		s.mu.Unlock()
 		s.cond.Broadcast()
 		for range workers {
@@ -97,19 +97,19 @@ func (s *Source[M]) run(ctx context.Context, in <-chan M, feed *Feed[M]) error {
 type loop[M any] struct {
 	s       *Source[M]
 	ctx     context.Context //nolint:containedctx // Run's
-	in      <-chan M        // the input, unless it is the feed
+	in      <-chan M        // the input; nil if the feed is the input
 	feed    *Feed[M]
-	spare   []M // the batch before the last, to be reused
+	spare   []M // the buffer of an earlier batch, for reuse
 	timer   *time.Timer
-	workers bool
+	workers bool // workers call the handler
 	closed  bool // the input is at its end
-	told    bool // stop was called, since ctx has ended
+	told    bool // ctx has ended, and stop was called
 	over    bool // no further turn
 	calls   uint64
 	hand    hand[M]
 }
 
-// hand is what a goroutine is handling: what a Goexit leaves behind.
+// hand is the message that a goroutine is handling. A Goexit leaves it behind; see turn.
 type hand[M any] struct {
 	busy  bool
 	item  *item[M] // nil on the closed path
@@ -173,8 +173,8 @@ func (l *loop[M]) slowOrBlock() bool {
 	return l.block(0, 0, true)
 }
 
-// batched tells whether messages are taken in batches that others can see: from
-// a feed, and where what the loop has in hand must be extended.
+// batched tells whether messages are taken in batches that other goroutines can see: from
+// a feed, or with an AckWait, when the loop's messages must be extended.
 func (l *loop[M]) batched() bool { return l.feed != nil || l.s.limits.AckWait > 0 }
 
 // refill takes the next batch; false if there is nothing.
@@ -192,7 +192,7 @@ func (l *loop[M]) refill() bool {
 	return len(batch) > 0
 }
 
-// refillFrom makes a batch of what the input has ready, after first.
+// refillFrom makes a batch of first and of the messages that the input has ready.
 func (l *loop[M]) refillFrom(first []M) bool {
 	s := l.s
 	l.spare = append(l.spare[:0], first...)
@@ -221,8 +221,8 @@ func (s *Source[M]) beginBatchLocked(batch []M) {
 	s.batchAt = s.started + s.adopted.Load()
 }
 
-// fast is the closed path: handler and ack right here. Whatever is not plain
-// success goes to the machine.
+// fast is the closed path: it calls the handler and acks. A message that does not succeed
+// goes to the machine.
 func (l *loop[M]) fast(m M, batched bool) {
 	s := l.s
 	token, ok := s.c.enter()
@@ -272,7 +272,7 @@ func (l *loop[M]) fast(m M, batched bool) {
 	}
 }
 
-// rest says that the loop has nothing in hand. The sweeper may park from then on.
+// rest says that the loop has no message in hand. The sweeper may park from then on.
 func (s *Source[M]) rest() {
 	s.kicked = false
 	s.word.Store(s.started<<phaseBits | uint64(idle))
@@ -286,7 +286,7 @@ func (s *Source[M]) unstartLocked() {
 	s.c.tally.Received++
 }
 
-// forget ends a message of the closed path that could not be acked.
+// forget counts a message of the closed path that was not acked as returned.
 func (s *Source[M]) forget(err error) {
 	s.mu.Lock()
 	s.unstartLocked()
@@ -331,7 +331,7 @@ func (l *loop[M]) adopt(m M, r result) {
 	}
 }
 
-// put hands a message to the machine, and tells how many more it may be handed.
+// put hands a message to the machine, and returns the room for more.
 func (s *Source[M]) put(m M, batched bool) (room int) {
 	s.rest()
 	var key uint64
@@ -346,7 +346,7 @@ func (s *Source[M]) put(m M, batched bool) (room int) {
 		s.endLocked()
 	}
 	if s.fenced.Load() {
-		if !batched { // what was left of a batch End has given back
+		if !batched { // End has given back the rest of a batch
 			s.c.tally.Received++
 			s.c.tally.Returned++
 			s.c.tally.Stale++
@@ -367,8 +367,8 @@ func (s *Source[M]) put(m M, batched bool) (room int) {
 	return room
 }
 
-// slowStep is a step with the machine: it reads what there is room for, and
-// handles, acks or waits as the machine says.
+// slowStep is a step with the machine: it reads messages while there is room, and handles,
+// acks or waits as the machine says.
 func (l *loop[M]) slowStep() bool {
 	s := l.s
 	s.rest()
@@ -403,7 +403,7 @@ func (l *loop[M]) slowStep() bool {
 	}
 }
 
-// finishedLocked tells whether the loop has nothing left to do.
+// finishedLocked tells whether the loop has no more work.
 func (l *loop[M]) finishedLocked() bool {
 	s := l.s
 	switch {
@@ -418,8 +418,8 @@ func (l *loop[M]) finishedLocked() bool {
 	}
 }
 
-// intake reads what is there, as far as there is room, and returns the room left,
-// and whether there may be more: then nobody will say so again.
+// intake reads the ready messages while there is room, and returns the room left. more
+// says that there may be more to read: then the loop must look again, as nothing wakes it.
 func (l *loop[M]) intake() (room int, more bool) {
 	s := l.s
 	if s.over != nil {
@@ -447,7 +447,7 @@ func (l *loop[M]) intake() (room int, more bool) {
 	return room, more || room > 0
 }
 
-// poll reads a message if there is one.
+// poll reads a message if one is ready.
 func (l *loop[M]) poll() (m M, batched, ok bool) {
 	s := l.s
 	if l.closed && s.pos == len(s.batch) {
@@ -469,15 +469,15 @@ func (l *loop[M]) poll() (m M, batched, ok bool) {
 	}
 }
 
-// block waits for input, if there is room, a nudge, the instant at (0: none) or
-// the end of ctx. read says that the loop found room, and read what there was.
+// block waits for input (if there is room), a nudge, the instant at (0: none) or the end
+// of ctx. read says that the loop had room, and has read all ready messages.
 func (l *loop[M]) block(at, now time.Duration, read bool) bool {
 	s := l.s
 	s.flush()
 	s.rest()
 	room := s.tellDemand()
 	if room && !read {
-		return true // a worker has made some since: nobody says so again
+		return true // a worker has made room since: nothing else wakes the loop
 	}
 	var tick <-chan time.Time
 	if at > 0 {
@@ -488,7 +488,7 @@ func (l *loop[M]) block(at, now time.Duration, read bool) bool {
 		tick = l.timer.C
 	}
 	done := l.ctx.Done()
-	if l.told { // End waits for a worker or a writer, which wakes the loop
+	if l.told { // the loop waits for a worker or a writer, which wakes it
 		done = nil
 	}
 	var in <-chan M
@@ -524,7 +524,7 @@ func (l *loop[M]) block(at, now time.Duration, read bool) bool {
 	return true
 }
 
-// stop makes the loop end: Run's context did.
+// stop makes the loop end, as Run's context has ended.
 func (s *Source[M]) stop() {
 	s.mu.Lock()
 	s.c.stopped = true

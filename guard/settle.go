@@ -11,8 +11,8 @@ import (
 	"time"
 )
 
-// call runs the handler. A panic is an error with a stack; a Goexit goes on
-// unwinding, and whoever owns the goroutine sees to it.
+// call runs the handler. A panic becomes an error with a stack. A Goexit goes on unwinding: the
+// owner of the goroutine handles it.
 func (s *Source[M]) call(ctx context.Context, m M) (stack []byte, err error) {
 	returned := false
 	defer func() {
@@ -29,7 +29,7 @@ func (s *Source[M]) call(ctx context.Context, m M) (stack []byte, err error) {
 	return nil, err
 }
 
-// explain says in the error what the guard did to the call's context.
+// explain adds to the error what the guard did to the call's context: timeout or cancel.
 func (s *Source[M]) explain(ctx *callContext, err error) error {
 	if err == nil {
 		return nil
@@ -44,8 +44,8 @@ func (s *Source[M]) explain(ctx *callContext, err error) error {
 	return err
 }
 
-// outcome reads the end of a call off its error, whose methods are its author's
-// code: the caller still counts as busy, for one of them may call Goexit.
+// outcome turns the error of a call into a result. The methods of the error are user code, and
+// may call Goexit: so the caller must still count as busy.
 func (s *Source[M]) outcome(ctx *callContext, err error, stack []byte) result {
 	if ctx != nil {
 		ctx.finish()
@@ -56,21 +56,21 @@ func (s *Source[M]) outcome(ctx *callContext, err error, stack []byte) result {
 		r.rule = s.g.rules.Load().ofCause(r.class, r.err, r.stack)
 	}
 	if r.word == backoff {
-		// The wall may have moved on while the guard's clock stood still, as in a
-		// suspend. The handler has read the wall just now: what counts is the difference.
+		// In a suspend the wall clock goes on while the guard's clock stands still. The handler
+		// has read the wall clock a moment ago, so only the difference from now counts.
 		r.until = s.g.origin.Add(soon(s.g.now(), time.Until(r.until)))
 	}
 	return r
 }
 
-// exited is the outcome of a call that ended by Goexit; deferred functions call it.
+// exited is the outcome of a call that ended by Goexit. Deferred functions call it.
 func (s *Source[M]) exited(ctx *callContext) result {
 	err := &GoexitError{Stack: debug.Stack()}
 	return s.outcome(ctx, err, err.Stack)
 }
 
-// meta asks the port for a message's Meta, outside any lock. A call that panics or
-// exits is an error, and a line in the log the first time.
+// meta asks the port for a message's Meta, outside any lock. A panic or a Goexit becomes an
+// error; the first one of the source is logged.
 func (s *Source[M]) meta(m M) (meta Meta, err error) {
 	err = apart(metaCall, func() error {
 		meta = s.port.Meta(m)
@@ -83,10 +83,10 @@ func (s *Source[M]) meta(m M) (meta Meta, err error) {
 	return meta, err
 }
 
-// weigh asks the port for size and lane, outside any lock. Size comes first, since it
-// announces the message.
+// weigh asks the port for size and lane, outside any lock. Size comes first, because it
+// announces the message to the port.
 func (s *Source[M]) weigh(m M) (key uint64, size int) {
-	if s.fenced.Load() { // End did not wait for Meta
+	if s.fenced.Load() { // End no longer waits for Meta
 		return 0, 0
 	}
 	size = s.port.Size(m)
@@ -96,9 +96,9 @@ func (s *Source[M]) weigh(m M) (key uint64, size int) {
 	return key, size
 }
 
-// laneOf is the message's lane. A user's function may choose the key, and a message for
-// which that panics would end one process after the other: all such messages are in lane
-// 0, and the first of them is a line in the log.
+// laneOf is the message's lane. A user's function may choose the key. If the function panics, the
+// message is in lane 0: otherwise the message would end one process after the other. The first
+// such panic of the source is logged.
 func (s *Source[M]) laneOf(m M) (key uint64) {
 	defer func() {
 		if v := recover(); v != nil {
@@ -125,7 +125,7 @@ func (s *Source[M]) flush() {
 	}
 	switch {
 	case !due:
-	case !shared && phase(s.word.Load()&phaseMask) == settling: // that announces it
+	case !shared && phase(s.word.Load()&phaseMask) == settling: // the word announces the flush
 		if !s.fenced.Load() {
 			s.countFlush(s.port.Flush())
 		}
@@ -134,7 +134,7 @@ func (s *Source[M]) flush() {
 	}
 }
 
-// sendAcks is [Port.Flush], announced.
+// sendAcks announces and calls [Port.Flush].
 func (s *Source[M]) sendAcks() {
 	if s.begin() {
 		s.countFlush(s.port.Flush())
@@ -150,11 +150,11 @@ func (s *Source[M]) countFlush(err error) {
 	}
 }
 
-// tellDemand tells the port how much room there is, when that starts or stops
-// intake: at 0, and again when half of it is free. When nothing moves any room
-// will do, since only a new message may get things moving. Whoever was refused by
-// Offer is told by the same rule, whatever was told before. It tells whether there
-// is room now: if not, whoever makes some wakes the loop when it is to be told.
+// tellDemand calls [Port.Demand] when intake is to stop or to start: at room 0, and again when
+// half of the room is free. While nothing moves, any room is enough, because only a new message
+// may get things moving. After Offer has refused a message, the port is told even if that changes
+// nothing. room tells whether there is room now: if not, the goroutine that makes some wakes the
+// loop when the port is to be told.
 func (s *Source[M]) tellDemand() (room bool) {
 	s.mu.Lock()
 	n := s.inputRoomLocked()
@@ -185,7 +185,7 @@ func (s *Source[M]) demandDueLocked() bool {
 	return s.demanded < 0 || room == 0
 }
 
-// prepareLocked gives an item that is to be handled its context.
+// prepareLocked gives an item its context before the handler is called.
 func (s *Source[M]) prepareLocked(st step[M]) {
 	if st.kind == stepHandle && s.handler != nil {
 		st.it.ctx = &callContext{parent: s.ctx, timeout: s.c.policy.Timeout, before: st.it.tries}
@@ -195,7 +195,7 @@ func (s *Source[M]) prepareLocked(st step[M]) {
 	}
 }
 
-// handle calls the handler for an item of the machine.
+// handle calls the handler for an item of the machine, and takes the outcome to the machine.
 func (s *Source[M]) handle(h *hand[M], it *item[M]) {
 	s.g.sweeper.kick()
 	h.item, h.busy = it, true
@@ -211,10 +211,10 @@ func (s *Source[M]) handle(h *hand[M], it *item[M]) {
 	s.finish(it, r)
 }
 
-// doneUnlock takes a call's outcome to the machine and ends the critical section. What
-// the machine counted for it goes to the metrics.
+// doneUnlock takes a call's outcome to the machine, ends the critical section, and adds to the
+// metrics what the machine counted.
 func (s *Source[M]) doneUnlock(now time.Duration, it *item[M], r result) step[M] {
-	ctx := it.context() // the next attempt has another
+	ctx := it.context() // the next attempt has another context
 	failures, overtaken := s.c.tally.Failures, s.c.tally.Overtaken
 	st := s.c.done(now, it, r)
 	failed, overtook := s.c.tally.Failures != failures, s.c.tally.Overtaken != overtaken
@@ -254,7 +254,7 @@ func (s *Source[M]) settle(it *item[M]) {
 	}
 }
 
-// settleOne acks an item and counts that in acks; it tells whether a flush is due.
+// settleOne acks an item and counts the ack in acks. It tells whether a flush is due.
 func (s *Source[M]) settleOne(it *item[M], acks *int) (due bool) {
 	if !s.begin() {
 		s.mu.Lock()
@@ -284,18 +284,18 @@ func (s *Source[M]) settleOne(it *item[M], acks *int) (due bool) {
 	return due
 }
 
-// lookAhead asks a [Marker].
+// lookAhead asks [Marker.Ahead], if the port is a Marker.
 func (s *Source[M]) lookAhead() (turn uint64, ahead int) {
-	if s.marker == nil || s.fenced.Load() { // End did not wait for the ack
+	if s.marker == nil || s.fenced.Load() { // fenced: End no longer waits for the ack
 		return 0, 0
 	}
 	turn = s.looks.Add(1)
 	return turn, s.marker.Ahead()
 }
 
-// begin announces a port call, so that End waits for it; false if the source is
-// fenced. end follows. The closed path's acks, and the flushes after them, its word
-// announces.
+// begin announces a port call, so that End waits for the call. It returns false if the source is
+// fenced; otherwise the caller calls end after the port call. The closed path announces its acks,
+// and the flushes after them, by word instead.
 func (s *Source[M]) begin() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

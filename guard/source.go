@@ -24,66 +24,66 @@ import (
 // Source is one epoch of one guarded source. An adapter opens it, feeds it by
 // [Source.Run], [Source.RunFeed] or [Source.Offer], and ends it.
 //
-// Goroutines: Run starts the loop (with more than one worker: the loop and the
-// workers), which alone call the handler; a keep-alive runs beside it if the
-// broker has an AckWait. All end before Run returns, unless a handler hangs.
-// In the passive shape Offer starts a pump instead, which ends with End.
+// Goroutines: Run starts the loop and, with more than one worker, the workers. Only
+// these call the handler. If the broker has an AckWait, a keep-alive goroutine runs,
+// too. All end before Run returns, unless a handler hangs. In the passive shape Offer
+// starts a pump instead; End ends it.
 //
-// Lock order: that of [Guard], Source.mu first. No port but a [Taker], and no handler, writer
-// or logger is called under it.
+// Lock order: see [Guard]. A source calls a [Taker] under Source.mu, but no other port
+// and no handler, writer or logger.
 type Source[M any] struct {
 	g       *Guard
 	cfg     SourceConfig
 	limits  Limits
 	port    Port[M]
-	marker  Marker                         // the port, nil if it is none
+	marker  Marker                         // the port, if it is a Marker; else nil
 	handler func(context.Context, M) error // nil in the passive shape
 	writer  *letterbox                     // nil without a dead-letter writer
 
-	// The closed path: written by the loop alone, read by anyone. word is the
-	// number of messages started there, shifted by 2, and the phase of the
-	// latest. One that fails is taken back out of the number and adopted by the
-	// machine, so that number less the one in hand is the closed path's successes.
+	// word is the closed path: the number of messages started there, shifted by
+	// phaseBits, and the phase of the latest. The loop writes it, anyone reads it. On a
+	// failure the number is decremented, and the machine takes the message over. So the
+	// number, without the message in hand, is the number of the closed path's successes.
 	word      atomic.Uint64
-	adopted   atomic.Uint64
+	adopted   atomic.Uint64 // messages taken out of word again; see unstartLocked
 	chunk     atomic.Pointer[callChunk]
 	slowAt    atomic.Uint64 // number of the last call reported as slow, plus 1
 	fenced    atomic.Bool   // no port call may begin
 	revoked   atomic.Bool   // End's reason is ReasonRebalance; set before ended is closed
-	slow      atomic.Bool   // the machine has something to do: no closed path
+	slow      atomic.Bool   // the closed path is off, as the machine has something to do
 	timeout   atomic.Int64  // Policy.Timeout
 	batchMax  atomic.Int64  // how many messages Run takes from its input at once
-	started   uint64        // the loop's copy of the number
-	lookedAt  atomic.Uint64 // the number of the message whose producer was looked up last
-	acks      int           // since the last Flush; the loop's, with workers under mu
-	kicked    bool          // the sweeper was, since the loop last rested: it is not parked
-	looks     atomic.Uint64 // turns of Marker.Ahead
-	seen      seen          // the sweeper's
-	metaLost  atomic.Bool   // a Port.Meta that did not return was logged
-	laneLost  atomic.Bool   // and a Port.Lane that panicked
+	started   uint64        // the loop's copy of word's number
+	lookedAt  atomic.Uint64 // number of the message whose producer was looked up last
+	acks      int           // acks since the last Flush; the loop's, but guarded by mu if shared
+	kicked    bool          // the loop kicked the sweeper since it last rested: the sweeper is not parked
+	looks     atomic.Uint64 // how often Marker.Ahead was called
+	seen      seen          // owned by the sweeper
+	metaLost  atomic.Bool   // a Port.Meta that panicked or exited was logged
+	laneLost  atomic.Bool   // a Port.Lane that panicked was logged
 	failed    atomic.Pointer[failedCall]
 	slowAfter atomic.Int64    // Breaker.Slow
-	slowIs    bool            // Policy.Breaker says that, and not the Timeout
-	slowWas   []time.Duration // else what Timeouts had made it; mu
+	slowIs    bool            // Policy.Breaker sets Slow; otherwise Slow follows Timeout
+	slowWas   []time.Duration // earlier values of a Slow that follows Timeout; guarded by mu
 
 	mu       sync.Mutex
-	c        machine[M] // its policy and gate may be read by the loop without mu, see Update
+	c        machine[M] // the loop may read its policy and gate without mu, see Update
 	feed     *Feed[M]
-	batch    []M    // taken from the feed; replaced under mu, read by the loop
-	batchAt  uint64 // started+adopted when it was taken
-	diverted int    // messages of it that went to the machine instead
-	lookAt   time.Duration
-	demanded int  // what Port.Demand last heard, or is to hear
-	refused  bool // … since Offer has said that there is no room
-	offering int  // calls of OfferWait that wait for room
-	loops    int  // goroutines that may call the handler and the port
-	ran      bool // Run was called
-	retire   bool // workers end
-	hung     bool // End stopped waiting
-	calls    int  // port calls under way on other goroutines
-	giveUp   bool // End's context is over: don't wait for writers
+	batch    []M           // messages that the loop took at once; replaced under mu, read by the loop
+	batchAt  uint64        // started+adopted when batch was taken
+	diverted int           // messages of batch that went to the machine
+	lookAt   time.Duration // when the loop must wake the workers; 0 is never
+	demanded int           // the latest number for Port.Demand, told or about to be told
+	refused  bool          // Offer returned ErrFull: Port.Demand must be called again
+	offering int           // calls of OfferWait that wait for room
+	loops    int           // goroutines that may call the handler and the port
+	ran      bool          // Run was called
+	retire   bool          // the workers must end
+	hung     bool          // End has stopped waiting
+	calls    int           // announced port calls under way; see begin
+	giveUp   bool          // End's context is over: End waits for no writer, and for no passive program
 	ending   *ending
-	cond     *sync.Cond // on mu: workers wait for work, End for loops and calls
+	cond     *sync.Cond // on mu; workers wait for work, End waits for loops and calls
 
 	pos   int // the loop's place in batch
 	epoch uint64
@@ -91,37 +91,37 @@ type Source[M any] struct {
 	space chan struct{} // holds a token while there may be room for an OfferWait; capacity 1
 	ended chan struct{} // closed by End
 
-	stormKey string // what its detector is compared over
+	stormKey string // see Guard.stormKey
 
-	left   bool         // what it leaves is with the Guard
+	left   bool         // the Guard has this source's state for the next epoch
 	over   *overflow[M] // nil without Policy.Spill
-	parker Parker[M]    // the port, if it parks
-	from   parent       // whose parked messages these are; nil for none
+	parker Parker[M]    // the port, if it is a Parker; else nil
+	from   parent       // the source that parked these messages; nil for none
 
 	ctx    context.Context //nolint:containedctx // parent of every handler call
 	cancel context.CancelCauseFunc
 	detach func()
 
-	ready     chan Item[M] // passive shape
-	passive   map[uint64]*item[M]
-	onOffer   *item[M]      // the message on Ready, until it is noted as taken; nil for none
-	offeredAt time.Duration // since when a message is on offer and none was taken
+	ready     chan Item[M]        // passive shape
+	passive   map[uint64]*item[M] // items on Ready or with the program, by id
+	onOffer   *item[M]            // the message on Ready, until it is noted as taken; nil for none
+	offeredAt time.Duration       // since when messages are on Ready and none was taken; 0 for none
 	pump      *pump[M]
 	metrics   sourceMetrics
 }
 
-// ending is what End decided, once.
+// ending is the state of End, made by its first call.
 type ending struct {
 	reason Reason
-	done   chan struct{} // End has returned
-	over   chan struct{} // End waits no longer
+	done   chan struct{} // closed when End has finished
+	over   chan struct{} // closed when End stops waiting
 	report Report
 }
 
-// Open makes a source of a Guard. An operator's pause of a source of that name,
-// and for 2h what it left in its DLQ budget, it takes up where that one ended. It
-// refuses settings that the broker's limits make impossible, all problems at once.
-// A nil handler makes it passive: then use Offer, Ready and Done instead of Run.
+// Open makes a source of a Guard. The source inherits the operator's pause of an earlier
+// source of the same name and, for 2h, the rest of its DLQ budget. Open refuses settings
+// that the broker's limits make impossible, and reports all problems at once. A nil
+// handler makes the source passive: then use Offer, Ready and Done instead of Run.
 func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handler func(context.Context, M) error) (*Source[M], error) {
 	return openSource(g, cfg, limits, port, handler, nil)
 }
@@ -218,7 +218,7 @@ func openSource[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], 
 	s.metrics.atRest()
 	s.c.born = s.c.life()
 	var before kept
-	s.mu.Lock() // from here on an operator may see it
+	s.mu.Lock() // an operator may see the source once it is registered
 	if err = g.register(cfg.Name, s); err == nil {
 		before = g.recall(cfg.Name)
 		s.resumeLocked(g.now(), before)
@@ -243,8 +243,8 @@ const noWriterHelp = "open it with SourceConfig.DeadLetters set (an adapter's Wi
 // shared tells whether several goroutines ack.
 func (s *Source[M]) shared() bool { return s.handler == nil || s.works() }
 
-// works tells whether workers call the handler, and not the loop: of a [Keeper] the loop must
-// take messages to the disk meanwhile.
+// works tells whether workers, and not the loop, call the handler. With a [Keeper] they
+// do: the loop must write messages to the disk meanwhile.
 func (s *Source[M]) works() bool {
 	return s.c.policy.Workers > 1 || s.over != nil && s.over.keep != nil
 }
@@ -254,7 +254,7 @@ func (s *Source[M]) alwaysSlow() bool {
 	return s.shared() || s.c.limiter != nil
 }
 
-// slow is Policy.Breaker with its defaults; that of Slow is the Timeout's.
+// slow is Policy.Breaker with its defaults. An unset Slow follows Timeout.
 func (c Policy) slow() breaker.Config {
 	b := c.Breaker.WithDefaults()
 	if c.Breaker.Slow == 0 && c.Timeout > 0 {
@@ -284,8 +284,8 @@ func (s *Source[M]) fastSuccesses() uint64 {
 	return w >> phaseBits
 }
 
-// idBits of an item's id, or a call's, count within the source; the others are its
-// epoch, for sources may share a breaker, which tells deliveries apart by their ids.
+// idBits is how many low bits of an id count the items or calls of a source. The other
+// bits are its epoch: sources may share a breaker, which tells deliveries apart by id.
 const idBits = 40
 
 const (
@@ -299,13 +299,13 @@ func (s *Source[M]) successes() uint64 { return s.c.successes.Load() + s.fastSuc
 // Name is the source's name.
 func (s *Source[M]) Name() string { return s.cfg.Name }
 
-// Ended is closed when [Source.End] begins: the source takes no further message. For
-// an adapter it is the sign to stop its reader.
+// Ended is closed when [Source.End] begins: the source takes no further message. An
+// adapter then stops its reader.
 func (s *Source[M]) Ended() <-chan struct{} { return s.ended }
 
-// Feed is where an adapter whose reader is a goroutine of its own puts what it
-// reads; use it with [Source.RunFeed]. It takes half of the window, or what the
-// workers leave of it; see [Policy.Window].
+// Feed takes the messages of an adapter that reads on a goroutine of its own; use it with
+// [Source.RunFeed]. It uses half of the window, or less if the workers need more; see
+// [Policy.Window]. All calls return the same Feed.
 func (s *Source[M]) Feed() *Feed[M] {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -316,9 +316,8 @@ func (s *Source[M]) Feed() *Feed[M] {
 	return s.feed
 }
 
-// divideLocked gives the feed, or where there is an AckWait the batch that Run
-// takes, its part of the window; the rest, and as far as it goes a message for each
-// worker, is the machine's.
+// divideLocked gives the feed, or with an AckWait the batch that Run takes, its part of
+// the window. The machine has the rest: if possible, a message for each worker.
 func (s *Source[M]) divideLocked() {
 	p := s.c.policy
 	part := max(1, min(p.Window/4, (p.Window-p.Workers)/2))
@@ -327,18 +326,18 @@ func (s *Source[M]) divideLocked() {
 	switch {
 	case s.feed != nil:
 		s.feed.resize(part)
-		s.c.reserve = 2 * part // it has two buffers
+		s.c.reserve = 2 * part // a feed has two buffers
 	case s.ran && s.limits.AckWait > 0:
 		s.c.reserve = batch
 	}
 }
 
-// unlock ends a critical section of a step: it publishes whether the closed path
-// may run, and hands over what the step decided, outside the lock.
+// unlock ends a critical section of a step. It publishes whether the closed path may run.
+// After the unlock it posts the step's dead letters and wakes sources that wait for a probe.
 func (s *Source[M]) unlock(now time.Duration) {
 	condemned, freed := s.c.condemned, s.c.freed
 	s.c.condemned, s.c.freed = nil, false
-	quiet := s.c.quiet(now) // it ends a hold that is empty, whoever asks
+	quiet := s.c.quiet(now) // also ends an empty hold
 	s.slow.Store(!quiet || s.alwaysSlow() || s.c.book != nil && s.c.book.meta || s.spillBusyLocked())
 	if s.offering > 0 && s.inputRoomLocked() > 0 {
 		token(s.space)
@@ -358,13 +357,13 @@ func (s *Source[M]) unlock(now time.Duration) {
 	}
 }
 
-// nudge makes the loop, or the workers, look again.
+// nudge wakes the loop, the pump or the workers, to look for work again.
 func (s *Source[M]) nudge() {
 	token(s.wake)
 	s.cond.Broadcast()
 }
 
-// Account is one consistent snapshot.
+// Account returns one consistent snapshot.
 func (s *Source[M]) Account() Account {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -420,13 +419,13 @@ func (s *Source[M]) batchLeftLocked(started uint64) int {
 	return len(s.batch) - s.diverted - int(started+s.adopted.Load()-s.batchAt)
 }
 
-// maxSlowWas bounds how many former ages of a slow call Update takes back.
+// maxSlowWas bounds how many earlier values of Breaker.Slow Update still accepts.
 const maxSlowWas = 100
 
 // Update changes the settings of a running source: Timeout, NoTimeout, Retry, Ramp,
-// Window and WindowBytes. Another change is refused by name; open a new source for
-// it. What is beyond a smaller window stays, and no more comes before there is room.
-// [State.Settings] may be given back with such a change.
+// Window and WindowBytes. If another field changes, Update changes nothing and its error
+// names the field: open a new source for it. After a smaller Window the messages that are
+// here stay, and intake waits for room. p may be a changed [State.Settings].
 func (s *Source[M]) Update(p Policy) error {
 	s.mu.Lock()
 	old := s.c.policy
@@ -438,7 +437,7 @@ func (s *Source[M]) Update(p Policy) error {
 	next.Breaker = next.Breaker.WithDefaults()
 	if by := next; p.Breaker.Slow != 0 && !s.slowIs {
 		by.Breaker.Slow = 0
-		if by.slow().Slow == p.Breaker.Slow || slices.Contains(s.slowWas, p.Breaker.Slow) { // settings from before another Update
+		if by.slow().Slow == p.Breaker.Slow || slices.Contains(s.slowWas, p.Breaker.Slow) { // p is from before another Update
 			next.Breaker.Slow = old.Breaker.Slow
 		}
 	}
@@ -464,7 +463,7 @@ func (s *Source[M]) Update(p Policy) error {
 		p.Timeout, p.NoTimeout, p.Retry, p.Ramp = next.Timeout, next.NoTimeout, next.Retry, next.Ramp
 		p.Window, p.WindowBytes = next.Window, next.WindowBytes
 		s.timeout.Store(int64(next.Timeout))
-		if !s.slowIs && next.Timeout > 0 { // without one, a call is slow as late as before
+		if !s.slowIs && next.Timeout > 0 { // without a Timeout Slow does not change
 			next.Breaker.Slow = 0
 			p.Breaker.Slow = next.slow().Slow
 			if !slices.Contains(s.slowWas, s.c.slowAfter) {
@@ -482,9 +481,9 @@ func (s *Source[M]) Update(p Policy) error {
 	return err
 }
 
-// Pause holds the source for d, or until Resume if d is not above 0: an operator's
-// hold, which nothing else clears. What a handler is doing it finishes. A later Pause
-// sets another end. The end is noticed within 250 ms.
+// Pause holds the source for d, or until Resume if d is not above 0. Nothing else ends
+// this hold. Handlers that run finish their messages. A later Pause sets a new end. The
+// end is noticed within 250 ms.
 func (s *Source[M]) Pause(d time.Duration) {
 	now := s.g.now()
 	s.mu.Lock()
@@ -504,7 +503,7 @@ func pauseEnd(now, d time.Duration) time.Duration {
 	return never
 }
 
-// Resume ends Pause. What was held drains at the ramp.
+// Resume ends Pause. Held messages drain at the rate of [Policy.Ramp].
 func (s *Source[M]) Resume() {
 	now := s.g.now()
 	s.mu.Lock()
@@ -526,10 +525,10 @@ func (s *Source[M]) resumed(now time.Duration, reason string) {
 // causeOperator is the breaker's cause when a person forced it.
 const causeOperator = "operator"
 
-// ForceOpen opens the source's breaker for d, or until ForceClosed if d is not
-// above 0. A success that comes late does not undo it; after d the breaker is
-// half-open and probes. A later ForceOpen sets another end. Only a source
-// with NoBreaker returns an error.
+// ForceOpen opens the source's breaker for d, or until ForceClosed or Release if d is
+// not above 0. A late success does not close it. After d the breaker is half-open and
+// probes. A later ForceOpen sets a new end. Only a source with NoBreaker returns an
+// error.
 func (s *Source[M]) ForceOpen(d time.Duration) error {
 	if s.c.gate == nil {
 		return errNoBreaker
@@ -539,8 +538,8 @@ func (s *Source[M]) ForceOpen(d time.Duration) error {
 	return nil
 }
 
-// forceOpen is the operator's: a force that ends later, which a breaker would keep, is the
-// operator's, too, and gives way.
+// forceOpen forces a breaker open. A breaker would keep an earlier force that ends later;
+// that force is the operator's, too, so forceOpen releases it first.
 func forceOpen(gate *circuit.Leaf, now, d time.Duration) {
 	if b := gate.Snapshot(now); b.Forced && d > 0 && b.Until > now+d {
 		gate.Release(now)
@@ -575,14 +574,14 @@ func (s *Source[M]) gateChanged() {
 	s.c.notice(now)
 	s.unlock(now)
 	s.nudge()
-	s.g.sweeper.kick() // it wakes the others of the scope
+	s.g.sweeper.kick() // the sweeper wakes the other sources of the scope
 }
 
 // errNoBreaker means that the source's policy has NoBreaker.
 var errNoBreaker = errors.New("guard: the source has no breaker")
 
-// GrantCredits gives n DLQ credits: an operator's leave to dead-letter n messages
-// more, such as those that wait with the reason "dlq". They do not expire.
+// GrantCredits gives the source n DLQ credits: the operator allows n more dead letters,
+// such as those of messages that wait with the reason "dlq". The credits do not expire.
 func (s *Source[M]) GrantCredits(n float64) {
 	s.mu.Lock()
 	s.c.budget.Grant(n)
@@ -591,15 +590,17 @@ func (s *Source[M]) GrantCredits(n float64) {
 	s.nudge()
 }
 
-// DeadLetterWaiting dead-letters up to n messages that have failed and wait,
-// oldest first, and returns how many: an operator's decision about messages that
-// nothing proves to be poison. It needs no credit and makes no further attempt. What
-// stands behind them is tried at once, up to 65 messages, unless the breaker is forced, or
-// the fleet or a wider scope holds it. One that succeeds is the proof against those in
-// front of it; if none does, they wait for another call.
+// DeadLetterWaiting dead-letters up to n messages that have failed and wait, oldest
+// first, and returns how many. It is for an operator, about messages that nothing proves
+// to be poison: it needs no credit and makes no further attempt.
 //
-// The source goes on meanwhile: what comes or fails during the call is left alone, and
-// what another attempt has taken up again by its turn.
+// The messages behind them are tried at once, up to 65, unless the breaker is forced, or
+// the fleet or a wider scope holds it. The first success proves that the messages in
+// front of it are poison. If none succeeds, these messages wait for another call.
+//
+// The source goes on during the call. DeadLetterWaiting leaves out messages that come or
+// fail during the call, and messages that are with their handler again when their turn
+// comes.
 func (s *Source[M]) DeadLetterWaiting(n int) int {
 	s.mu.Lock()
 	var chosen []*item[M]
@@ -618,17 +619,17 @@ func (s *Source[M]) DeadLetterWaiting(n int) int {
 		done += some
 		s.nudge()
 	}
-	if done > 0 && s.c.gate != nil { // what was behind them is tried now, and not when the open period is over
+	if done > 0 && s.c.gate != nil { // try the messages behind them now, not after the open period
 		s.c.gate.Hasten(s.g.now())
 	}
 	s.g.log.Info(lineByHand, "source", s.cfg.Name, "reason", causeOperator, "messages", done)
 	return done
 }
 
-// State is the source seen from outside, at one instant.
+// State describes the source at one instant.
 func (s *Source[M]) State() State {
 	st, whys := s.state(s.g.now(), s.g.fleetScope(s.c.gate))
-	for _, w := range whys { // the errors are the user's, and asked without the lock
+	for _, w := range whys { // without the lock: the errors' methods are the user's code
 		st.Holds[w.hold].Detail += ": " + dlq.DescribeError(w.err, nil).Message
 	}
 	return st
@@ -722,8 +723,8 @@ func (s *Source[M]) state(now time.Duration, fleet breaker.FleetScope) (st State
 	return st, whys
 }
 
-// usedLocked is the part of the window without room: 0 while messages go to the spill, as
-// long as the disk takes them.
+// usedLocked is the used share of the window, from 0 to 1. It is 0 while messages go to
+// the spill and the disk takes them.
 func (s *Source[M]) usedLocked(room int) float64 {
 	if trouble, _ := s.spillHoldLocked(); s.over != nil && s.over.diverts && trouble == "" {
 		return 0
@@ -738,7 +739,7 @@ func pauseHold(now, ends time.Duration) Hold {
 	return Hold{ReasonOperator, "paused", max(1, ends-now), "operator: Resume; time"}
 }
 
-// breakerHold is that of a source whose breaker is not closed, or a wider one's.
+// breakerHold is the Hold of a source whose breaker, or a wider scope, is not closed.
 func breakerHold(st *State, base time.Duration) Hold {
 	b, f := st.Breaker, st.Fleet
 	h := Hold{

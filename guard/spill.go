@@ -15,100 +15,102 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/ringbuf"
 )
 
-// A Spiller is a [Port] whose messages can be kept outside the broker; see [Policy.Spill].
-// Spill and Unspill touch no broker. They are called by the source's loop.
+// A Spiller is a [Port] whose messages can be kept on a disk, outside the broker; see
+// [Policy.Spill]. Spill and Unspill must not call the broker. The source's loop calls them, or
+// End in its place.
 type Spiller[M any] interface {
 	Port[M]
 
-	// Spill describes a message so that Unspill can make it again, maybe in another
-	// process. body may be the message's own; the guard copies both.
+	// Spill encodes a message so that Unspill can make it again, maybe in another process. body
+	// may be the message's own slice: the guard copies head and body.
 	Spill(M) (head, body []byte, err error)
 
-	// Unspill makes a message of what Spill said. Lane and Meta of it are those that it
-	// had. The guard asks nothing else about it: its broker has its ack. It may keep head
-	// and body.
+	// Unspill makes a message again from the results of Spill, and may keep head and body. Lane
+	// and Meta of the message are the same as before. The guard asks nothing else about it,
+	// because the broker has its ack.
 	Unspill(head, body []byte) (M, error)
 }
 
-// A Keeper is a [Spiller] with no broker behind it, such as an HTTP server: a message is
-// safe only once it is on the disk. So each message that is offered goes there first,
-// whatever the state of the source, and what the disk does not take is refused. Kept and
-// Lost are called by the source's loop, or by End in its place. Ack follows when the message
-// is done. Return gets what was not on the disk when the source ended.
+// A Keeper is a [Spiller] without a broker, such as an HTTP server: a message is safe only once
+// it is on the disk. So each offered message goes to the disk first, whatever the state of the
+// source. A message that the disk does not take is refused. The source's loop calls Kept and
+// Lost, or End in its place. Ack follows when the message is done. Return gets the messages that
+// were not on the disk when the source ended.
 type Keeper[M any] interface {
 	Spiller[M]
 
-	// Kept says that a message survives a crash from now on, or, with an error, that the
-	// source has not got it: [ErrFull] for want of room, else what the disk said.
+	// Kept says that a message survives a crash from now on. With an error, it says that the
+	// source does not have the message: [ErrFull] if there was no room, else the disk's error.
 	Kept(M, error)
 
-	// Lost says that so many messages in the spill are damaged: they come no more.
+	// Lost says that n messages in the spill are damaged, and will not be handled.
 	Lost(n int)
 }
 
 const (
-	// spillAfter is for how long messages of a source on hold stay in memory alone: a
-	// shorter outage costs no disk.
+	// spillAfter is how long messages of a source on hold stay in memory alone: a shorter outage
+	// writes nothing to the disk.
 	spillAfter = 10 * time.Second
-	// spillAtOnce and spillBytes bound what is read from the input, and written, at a time.
+	// spillAtOnce and spillBytes bound the messages and the bytes that are read from the input,
+	// and written, at a time.
 	spillAtOnce = 512
 	spillBytes  = 512 << 10
-	// spillPatience is for how long a disk must have no room before a Keeper's message is
-	// refused: one that is busy has none, either.
+	// spillPatience is how long a disk must have no room before a Keeper's message is refused: a
+	// busy disk has no room, either.
 	spillPatience = 100 * time.Millisecond
 )
 
 // spilled is a message's copy in the spill. Guarded by Source.mu.
 type spilled struct {
-	number uint64 // tells it from others on the disk
-	placed bool   // its write has begun, or is over
-	synced bool   // it survives a crash
-	acked  bool   // the broker has its ack, or is being told
-	read   bool   // it is in overflow.read
-	done   bool   // nobody needs the copy any more
+	number uint64 // tells the copy from others on the disk
+	placed bool   // the copy is to be written, is being written or is written
+	synced bool   // the copy survives a crash
+	acked  bool   // the broker has the message's ack, or the ack is under way
+	read   bool   // the copy is in overflow.read
+	done   bool   // the copy is not needed any more
 }
 
-// kept tells whether the broker need not be told of the message any more.
+// kept tells whether the message is safe on the disk, and the broker needs no further call.
 func (c *spilled) kept() bool { return c != nil && c.acked && c.synced }
 
-// overflow is the disk behind the hold of one source. The loop alone calls its methods;
-// what End and Account look at is guarded by Source.mu.
+// overflow is the hold on disk of one source. Only the loop, or End in its place, calls its
+// methods. The fields that End and Account read are guarded by Source.mu.
 //
-// While it diverts, a message takes this way, so that the order holds:
+// While the input goes to the disk, a message takes this way, so that the order holds:
 //
 //	input ─▶ next ─▶ written, synced ─▶ acked at the broker
 //	                        └─▶ read, when the machine has room ─▶ machine ─▶ given up
 //
-// What the machine had before keeps its place there. Its copies are written first, and
-// are passed over when they are read. Once the hold is over nothing is taken from the input
-// until the disk is empty: a backlog is the broker's.
+// Messages that the machine had before keep their place in the machine. Their copies are written
+// first, and are skipped when they are read. After the hold nothing is taken from the input until
+// the disk is empty: the backlog stays at the broker.
 type overflow[M any] struct {
 	port Spiller[M]
-	keep Keeper[M] // the same; nil where a broker has what is not on the disk
+	keep Keeper[M] // port as a Keeper; nil if there is a broker
 	lane *spillLane
 	name string // of the lane
 
 	reader *spillReader // nil while nothing is on the disk
 	buf    [][]byte
-	first  uint64        // numbers of copies begin behind it; drawn
-	number uint64        // the latest
-	most   int           // messages of a write: fewer while the spill is nearly full
-	told   bool          // that the spill takes nothing
-	memory bool          // a full spill has left messages of the machine out: they come before what is next
-	fullAt time.Duration // since when it has no room for a Keeper's message; 0 while it has
+	first  uint64        // a random number: the numbers of this epoch's copies begin after it
+	number uint64        // the number of the latest copy
+	most   int           // the most messages of one write: fewer while the spill is nearly full
+	told   bool          // it was logged that the spill takes nothing
+	memory bool          // a full spill did not take messages of the machine: they are written before next
+	fullAt time.Duration // since when there is no room for a Keeper's message; 0 while there is
 
 	// Guarded by Source.mu.
 	diverts bool           // the input goes to the disk
-	next    []spilling[M]  // to be written, in order …
-	bytes   int            // … and by Port.Size how many bytes, but for what the machine has
-	going   []spilling[M]  // being written
-	synced  []spilling[M]  // written: to be acked
-	copies  fifo[*spilled] // of what the machine had, on the disk and not read yet
-	read    fifo[*spilled] // on the disk and read, in the order of the lane
-	turning bool           // the loop, or End in its place, is at the reader
+	next    []spilling[M]  // messages to be written, in order
+	bytes   int            // bytes of next, by Port.Size, without the messages that the machine has
+	going   []spilling[M]  // messages being written
+	synced  []spilling[M]  // messages written, to be acked
+	copies  fifo[*spilled] // copies of messages of the machine, on the disk and not read yet
+	read    fifo[*spilled] // copies on the disk that were read, in the order of the lane
+	turning bool           // the loop, or End in its place, uses the reader
 	left    bool           // the lane was given back
-	askAt   time.Duration  // the sweeper nudges the loop again then
-	stuck   error          // why what is on the disk cannot be handed over
+	askAt   time.Duration  // when the sweeper may nudge the loop again
+	stuck   error          // why messages on the disk cannot be handed over; nil if they can
 }
 
 // spilling is a message on its way to the disk.
@@ -119,7 +121,7 @@ type spilling[M any] struct {
 	ours bool // the machine has the message
 }
 
-// weight is what messages add to overflow.bytes.
+// weight is how many bytes messages add to overflow.bytes.
 func weight[M any](ws []spilling[M]) (n int) {
 	for _, w := range ws {
 		n += w.size
@@ -133,7 +135,7 @@ func (s *Source[M]) spillBusyLocked() bool {
 	return o != nil && (o.diverts && o.keep == nil || s.c.behind > 0 || len(o.next)+len(o.going)+len(o.synced)+o.copies.len()+o.read.len() > 0)
 }
 
-// newOverflow refuses what cannot spill.
+// newOverflow makes the hold on disk, or returns why the source cannot spill.
 func (s *Source[M]) newOverflow() (*overflow[M], error) {
 	port, ok := any(s.port).(Spiller[M])
 	switch {
@@ -154,8 +156,9 @@ func (s *Source[M]) newOverflow() (*overflow[M], error) {
 	return o, nil
 }
 
-// foundLocked takes over what earlier epochs have left in the lane, or are about to: a write
-// may outlive its source. The source has the name by now, so there is no other writer.
+// foundLocked takes over the messages that earlier epochs have left in the lane, or still write
+// to it: a write may outlive its source. This source has the name by now, so no other source
+// begins a write.
 func (o *overflow[M]) foundLocked(c *machine[M]) {
 	if o != nil {
 		count, pending := laneHolds(o.lane)
@@ -164,8 +167,8 @@ func (o *overflow[M]) foundLocked(c *machine[M]) {
 	}
 }
 
-// divertsLocked tells whether the input goes to the disk, and begins that when a source on
-// hold is full, or has been for spillAfter.
+// divertsLocked tells whether the input goes to the disk. It begins that when a source on hold is
+// full, or its oldest message has waited for spillAfter.
 func (s *Source[M]) divertsLocked(now time.Duration) bool {
 	o := s.over
 	switch {
@@ -181,13 +184,13 @@ func (s *Source[M]) divertsLocked(now time.Duration) bool {
 	return true
 }
 
-// placeLocked puts what the machine has, and the disk has not, in front of what is next.
+// placeLocked puts the messages that the machine has, and the disk has not, in front of next.
 func (s *Source[M]) placeLocked() {
 	o := s.over
 	o.memory = false
 	var ours []spilling[M]
-	// A log commits nothing behind a message that is not settled, so one whose letter waits
-	// for the writer is acked here too.
+	// A log commits nothing behind an unsettled message. So a message whose letter waits for the
+	// writer is written and acked, too.
 	s.c.unspilled(s.marker != nil, func(m M, c *spilled) {
 		c.placed = true
 		ours = append(ours, spilling[M]{m, c, 0, true})
@@ -224,8 +227,8 @@ func (s *Source[M]) inputRoomLocked() int {
 // holdOverLocked tells whether messages are handled again, if slowly at first.
 func (s *Source[M]) holdOverLocked(now time.Duration) bool { return s.c.admitting(now) || s.c.draining }
 
-// spillTurn moves what is on its way to the disk and back, as far as it can without
-// waiting. more tells that there is more to do.
+// spillTurn moves messages to the disk and back, as far as it can without waiting. more tells
+// that there is more to do.
 func (l *loop[M]) spillTurn(now time.Duration) (more bool) {
 	s, o := l.s, l.s.over
 	s.mu.Lock()
@@ -244,23 +247,23 @@ func (l *loop[M]) spillTurn(now time.Duration) (more bool) {
 	s.giveUpSpilled()
 	s.mu.Lock()
 	if s.c.behind == 0 && len(o.next)+len(o.going) == 0 && s.holdOverLocked(now) && o.keep == nil {
-		o.diverts = false // all is in the machine: what comes follows it there
+		o.diverts = false // all messages are in the machine: new ones follow them there
 	}
 	s.mu.Unlock()
 	return more
 }
 
-// turned ends what nobody else may do with the reader at the same time.
+// turned ends the use of the reader, which only one goroutine at a time may use.
 func (s *Source[M]) turned() {
 	s.mu.Lock()
 	s.over.turning = false
 	s.mu.Unlock()
-	if s.fenced.Load() { // End did not wait
+	if s.fenced.Load() { // End has not waited
 		s.closeSpill()
 	}
 }
 
-// divert reads the input.
+// divert reads messages from the input, and sends them to the disk.
 func (l *loop[M]) divert() (more bool) {
 	s := l.s
 	s.mu.Lock()
@@ -279,11 +282,12 @@ func (l *loop[M]) divert() (more bool) {
 	return true
 }
 
-// spillInput takes a message of the input to the disk, and tells whether there is room for
-// another. The port learns of it in its order, as of any that is not acked at once.
+// spillInput sends a message of the input to the disk, and tells whether there is room for
+// another. By Size the port learns of the message in order, as of any message that is not acked
+// at once.
 func (s *Source[M]) spillInput(m M, batched bool) (room bool) {
 	if !s.begin() {
-		s.put(m, batched) // which counts it as End's
+		s.put(m, batched) // put counts it as returned by End
 		return false
 	}
 	size := s.port.Size(m)
@@ -297,7 +301,7 @@ func (s *Source[M]) spillInput(m M, batched bool) (room bool) {
 	return s.inputRoomLocked() > 0
 }
 
-// take is put for a message that came while the loop was waiting.
+// take takes in a message that came while the loop was waiting: to the disk, or by put.
 func (s *Source[M]) take(m M) {
 	s.mu.Lock()
 	diverts := s.over != nil && s.over.diverts
@@ -309,7 +313,7 @@ func (s *Source[M]) take(m M) {
 	}
 }
 
-// spillLocked puts a message behind what is to be written.
+// spillLocked appends a message to next.
 func (s *Source[M]) spillLocked(now time.Duration, m M, size int) {
 	s.c.behind++
 	s.c.divert(now, 1)
@@ -317,9 +321,9 @@ func (s *Source[M]) spillLocked(now time.Duration, m M, size int) {
 	s.over.next = append(s.over.next, spilling[M]{m, &spilled{placed: true}, size, false})
 }
 
-// writeSpilled begins to write what is next, unless a write is under way: after one that
-// failed all is written again in order. What the machine has is written first, or the next
-// source of the name would handle it after what came later.
+// writeSpilled begins to write next, unless a write is under way: after a failed write all
+// messages are written again in order. Messages of the machine are written first. Otherwise the
+// next source of that name would handle them after later messages.
 func (s *Source[M]) writeSpilled() {
 	o := s.over
 	now := s.g.now()
@@ -359,7 +363,7 @@ func (s *Source[M]) writeSpilled() {
 	some = some[:len(data)]
 	s.mu.Lock()
 	s.endLocked()
-	if s.fenced.Load() { // End did not wait, and has them
+	if s.fenced.Load() { // End has not waited, and has taken the messages
 		s.mu.Unlock()
 		return
 	}
@@ -367,7 +371,7 @@ func (s *Source[M]) writeSpilled() {
 	o.bytes -= weight(some)
 	s.mu.Unlock()
 	if len(data) > 0 {
-		o.lane = s.g.spill.Lane(o.name) // an empty one may have been dropped
+		o.lane = s.g.spill.Lane(o.name) // an empty lane may have been dropped
 		if err = o.lane.Append(s.wroteSpilled, data...); err == nil {
 			o.told, o.most, o.fullAt = false, spillAtOnce, 0
 			return
@@ -377,8 +381,8 @@ func (s *Source[M]) writeSpilled() {
 	s.notSpilled(err)
 }
 
-// encode writes a message and a number that tells its copy from others. All numbers of an
-// epoch begin at one that was drawn.
+// encode returns the bytes of a copy: its number, which tells it from other copies, and the
+// message. The numbers of an epoch begin at a random one.
 func (o *overflow[M]) encode(w spilling[M]) ([]byte, error) {
 	head, body, err := o.port.Spill(w.m)
 	if err != nil {
@@ -407,13 +411,13 @@ func decodeSpilled(b []byte) (number uint64, head, body []byte, err error) {
 
 var errSpilled = errors.New("guard: a message in the spill is not in its form")
 
-// wroteSpilled takes the news of a write, from the spill's goroutine.
+// wroteSpilled takes the result of a write. The spill's goroutine calls it.
 func (s *Source[M]) wroteSpilled(err error) {
 	s.placedSpilled(err)
 	s.nudge()
 }
 
-// placedSpilled takes what is being written off going, unless End has done so.
+// placedSpilled moves going to synced, or after an error back to next. End may have taken going.
 func (s *Source[M]) placedSpilled(err error) {
 	o := s.over
 	s.mu.Lock()
@@ -433,14 +437,13 @@ func (s *Source[M]) placedSpilled(err error) {
 	s.mu.Unlock()
 }
 
-// notSpilled is what happens to what the disk does not take. A full one is asked again by
-// the sweeper, as long as the hold is on. Otherwise what the machine has stays there, and
-// needs the broker's ack after all, until more is to be written. The rest waits, unless
-// nothing of the lane is on the disk: then it takes its place in the machine, as far as there
-// is room.
+// notSpilled deals with messages that the disk does not take. While the disk is full and the hold
+// is on, they wait until the sweeper lets the loop ask again. Otherwise messages of the machine
+// stay in it, and need the broker's ack after all, until more is to be written. The others wait.
+// But if nothing of the lane is on the disk, they go to the machine, as far as it has room.
 func (s *Source[M]) notSpilled(err error) {
 	o := s.over
-	if err == nil { // all that was next is done meanwhile
+	if err == nil { // all messages of next are done meanwhile
 		return
 	}
 	full := errors.Is(err, ringbuf.ErrFull)
@@ -477,7 +480,7 @@ func (s *Source[M]) notSpilled(err error) {
 			if full || !s.g.spillTakes() {
 				continue
 			}
-			s.nudge() // it is that message alone: the others are written
+			s.nudge() // only that message cannot be written: the others are written next
 			return
 		}
 		direct := s.c.behind == len(o.next) && s.c.room() > 0
@@ -495,8 +498,8 @@ func (s *Source[M]) notSpilled(err error) {
 	}
 }
 
-// refuseSpilled gives the oldest message back that the disk does not take, or, while that
-// may be its neighbours' fault, lets fewer be written at a time.
+// refuseSpilled gives the oldest message back that the disk does not take. But while the spill is
+// full, it first lets fewer messages be written at a time: the message alone may fit.
 func (s *Source[M]) refuseSpilled(err error, full bool) {
 	o := s.over
 	now := s.g.now()
@@ -509,7 +512,7 @@ func (s *Source[M]) refuseSpilled(err error, full bool) {
 		if o.fullAt == 0 {
 			o.fullAt = now
 		}
-		if now-o.fullAt < spillPatience { // it may only be busy with other sources
+		if now-o.fullAt < spillPatience { // the disk may only be busy with other sources
 			s.mu.Lock()
 			o.askAt = now // the sweeper's next tick
 			s.mu.Unlock()
@@ -517,7 +520,7 @@ func (s *Source[M]) refuseSpilled(err error, full bool) {
 		}
 	}
 	s.mu.Lock()
-	if len(o.next) == 0 || s.fenced.Load() { // End has them
+	if len(o.next) == 0 || s.fenced.Load() { // fenced: End has taken the messages
 		s.mu.Unlock()
 		return
 	}
@@ -534,7 +537,7 @@ func (s *Source[M]) refuseSpilled(err error, full bool) {
 	s.nudge()
 }
 
-// ackSpilled acks at the broker what has been synced.
+// ackSpilled acks the synced messages at the broker. A Keeper gets Kept instead.
 func (s *Source[M]) ackSpilled() {
 	o := s.over
 	for {
@@ -556,7 +559,7 @@ func (s *Source[M]) ackSpilled() {
 		s.mu.Unlock()
 		done, failed := uint64(0), uint64(0)
 		for _, m := range some {
-			if s.fenced.Load() { // End did not wait for the one before
+			if s.fenced.Load() { // End has not waited for the call before
 				break
 			}
 			if done++; o.keep != nil {
@@ -578,7 +581,7 @@ func (s *Source[M]) ackSpilled() {
 	}
 }
 
-// readSpilled hands the machine what it has room for, oldest first.
+// readSpilled hands messages from the disk to the machine, oldest first, as far as it has room.
 func (s *Source[M]) readSpilled() (more bool) {
 	o := s.over
 	s.mu.Lock()
@@ -621,7 +624,7 @@ func (s *Source[M]) readSpilled() (more bool) {
 		_, pending := laneHolds(o.lane)
 		s.mu.Lock()
 		if len(o.going) == 0 && len(o.synced) == 0 && pending == 0 {
-			// What is not there any more is damaged, as the log says.
+			// The missing messages are damaged, as the log says.
 			lost = s.c.behind - len(o.next) + o.oursLocked()
 			s.c.behind, o.copies = s.c.behind-lost, fifo[*spilled]{}
 			s.giveBackLocked(lost)
@@ -642,20 +645,20 @@ func (o *overflow[M]) open() bool {
 	}
 	r, err := o.lane.Reader()
 	if err != nil {
-		return false // an epoch before still has it: the sweeper asks again
+		return false // an earlier epoch still has the reader: the sweeper lets the loop ask again
 	}
 	o.reader = r
 	return true
 }
 
-// unspill hands a copy over, unless the machine has its message.
+// unspill hands the message of a copy to the machine, unless the machine has it.
 func (s *Source[M]) unspill(b []byte) bool {
 	o := s.over
 	number, head, body, err := decodeSpilled(b)
 	s.mu.Lock()
 	for err == nil && o.copies.len() > 0 {
-		// One of an earlier epoch, whose write came late, is in front of ours. Where one of
-		// ours is missing it is damaged, and the machine still has the message.
+		// A copy of an earlier epoch, whose write came late, is in front of our copies. If one of
+		// our copies is missing, it is damaged: the machine still has the message.
 		if at := number - o.first; at > o.number-o.first || at < o.copies.peek().number-o.first {
 			break
 		}
@@ -670,7 +673,7 @@ func (s *Source[M]) unspill(b []byte) bool {
 	var key uint64
 	if err == nil {
 		if !s.begin() {
-			return false // it stays on the disk
+			return false // the message stays on the disk
 		}
 		if m, err = o.port.Unspill(head, body); err == nil && s.c.policy.Order == OrderKey && !s.fenced.Load() {
 			key = s.laneOf(m)
@@ -701,8 +704,8 @@ func (s *Source[M]) unspill(b []byte) bool {
 	return true
 }
 
-// pushReadLocked takes note of a copy that was read. What is done behind one that waits
-// takes a place in the window, as where the broker is a log: it comes again after a stop.
+// pushReadLocked records a copy that was read. A done message behind a waiting one keeps its
+// place in the window, as with a log: it comes again after a stop.
 func (s *Source[M]) pushReadLocked(c *spilled) {
 	if c.read = true; c.done {
 		s.c.doneBehind++
@@ -710,7 +713,7 @@ func (s *Source[M]) pushReadLocked(c *spilled) {
 	s.over.read.push(c)
 }
 
-// giveUpSpilled lets go of what is done on the disk, from its front.
+// giveUpSpilled removes done copies from the front of the lane on the disk.
 func (s *Source[M]) giveUpSpilled() {
 	o := s.over
 	s.mu.Lock()
@@ -733,9 +736,9 @@ func (s *Source[M]) giveUpSpilled() {
 	}
 }
 
-// ackHere tells whether the port is to be told that a message is done: where a broker has
-// its ack since it was written it is not. Its copy on the disk, if it has one, is done in
-// any case.
+// ackHere tells whether a done message has to be acked at the port. It has not if the broker got
+// the ack when the message was written to the disk. ackHere also marks the copy on the disk, if
+// there is one, as done.
 func (s *Source[M]) ackHere(it *item[M]) bool {
 	c := it.copy
 	if c == nil {
@@ -751,8 +754,8 @@ func (s *Source[M]) ackHere(it *item[M]) bool {
 	return !was || s.over.keep != nil
 }
 
-// endSpill waits for the write that is under way and acks it: so the broker does not
-// deliver again what is on the disk.
+// endSpill waits for the write that is under way and acks its messages, so that the broker does
+// not deliver them again.
 func (s *Source[M]) endSpill() {
 	o := s.over
 	if o == nil {
@@ -770,12 +773,12 @@ func (s *Source[M]) endSpill() {
 		return
 	}
 	defer s.turned()
-	for more := true; more; { // else what is done of the copies would come again
+	for more := true; more; { // else copies that are done would come again
 		more = s.readSpilled()
 	}
 }
 
-// leaveSpillLocked takes out what is not on the disk, and counts what is.
+// leaveSpillLocked takes out the messages that are not on the disk, and counts those that are.
 func (s *Source[M]) leaveSpillLocked() (rest []M, left int) {
 	o := s.over
 	if o == nil {
@@ -793,7 +796,7 @@ func (s *Source[M]) leaveSpillLocked() (rest []M, left int) {
 	return rest, left
 }
 
-// closeSpill gives the lane back once nobody reads it.
+// closeSpill gives the lane back when no goroutine uses its reader any more.
 func (s *Source[M]) closeSpill() {
 	s.mu.Lock()
 	o := s.over
@@ -810,7 +813,7 @@ func (s *Source[M]) closeSpill() {
 	}
 }
 
-// unackedLocked appends what is on its way to the disk.
+// unackedLocked appends the unacked messages that are on their way to the disk.
 func (s *Source[M]) unackedLocked(dst []M) []M {
 	if s.over == nil {
 		return dst
@@ -836,7 +839,7 @@ func (s *Source[M]) spilledLocked() int {
 	return s.c.behind - waits + o.copies.len() + o.read.len()
 }
 
-// oursLocked is how many of the messages that are not on the disk yet the machine has.
+// oursLocked is how many messages of going and next the machine has.
 func (o *overflow[M]) oursLocked() (n int) {
 	for _, ws := range [][]spilling[M]{o.going, o.next} {
 		for _, w := range ws {
@@ -848,8 +851,8 @@ func (o *overflow[M]) oursLocked() (n int) {
 	return n
 }
 
-// spillWaitsLocked tells whether the loop should look: a hold has become long, or
-// something waits for the disk that nobody else says.
+// spillWaitsLocked tells whether the sweeper has to nudge the loop: a hold has become long, or
+// messages wait for the disk and nothing else wakes the loop.
 func (s *Source[M]) spillWaitsLocked(now time.Duration) bool {
 	o := s.over
 	if o == nil || now < o.askAt {
@@ -863,7 +866,7 @@ func (s *Source[M]) spillWaitsLocked(now time.Duration) bool {
 	return true
 }
 
-// spillHoldLocked says why the disk takes nothing or gives nothing.
+// spillHoldLocked says why the disk takes or gives no message.
 func (s *Source[M]) spillHoldLocked() (detail, by string) {
 	o := s.over
 	switch {
@@ -877,9 +880,10 @@ func (s *Source[M]) spillHoldLocked() (detail, by string) {
 	return "", ""
 }
 
-// Spilled tells how many messages are in the spill of sources that are not open, or do not
-// spill, by name: of a partition that another process has now, or of an earlier run. An
-// adapter may open such a source without an input, to have them handled.
+// Spilled tells, by the source's name, how many messages are in the spill of sources that are not
+// open or do not spill. They are of a partition that another process has now, or of an earlier
+// run. An adapter may open such a source without an input, so that its messages are handled. The
+// map is empty without a spill.
 func (g *Guard) Spilled() map[string]int {
 	all := make(map[string]int)
 	if g.spill == nil {
@@ -894,7 +898,7 @@ func (g *Guard) Spilled() map[string]int {
 	return all
 }
 
-// spilledOf is how many messages the spill has of a name.
+// spilledOf is how many messages of the source with that name are in the spill.
 func (g *Guard) spilledOf(name string) (n int) {
 	if g.spill == nil {
 		return 0
@@ -921,7 +925,7 @@ func (g *Guard) closeSpill() error {
 // spillSays is how long a state lasts before it is logged.
 const spillSays = 3 * time.Second
 
-// spillState is what the Guard's directory has said of itself last.
+// spillState is the latest state that the directory of the spill has reported.
 type spillState struct {
 	takes bool
 	name  string
@@ -935,7 +939,7 @@ func (g *Guard) spillTakes() bool {
 	return st == nil || st.takes
 }
 
-// saySpill logs what the directory has said since. The sweeper calls it.
+// saySpill logs the state of the directory if it has changed. The sweeper calls it.
 func (g *Guard) saySpill() {
 	if !g.spillNews.CompareAndSwap(true, false) {
 		return

@@ -10,7 +10,7 @@ import (
 	"iter"
 )
 
-// Without the locks of Unix a directory has no single owner, so there is no spill.
+// There is no spill without the file locks of Unix: a directory could have two owners.
 type (
 	spillDir    struct{}
 	spillLane   struct{}

@@ -19,7 +19,7 @@ type (
 
 const maxLaneName = spill.MaxName
 
-// blobs is the codec of the spill: a source encodes its messages itself.
+// blobs is the codec of the spill. It changes nothing: a source encodes its messages itself.
 type blobs struct{}
 
 func (blobs) Append(dst, v []byte) []byte       { return append(dst, v...) }
@@ -31,7 +31,7 @@ func laneHolds(l *spillLane) (count, pending int) {
 	return st.Count, st.Pending
 }
 
-// openSpill opens the Guard's directory, and logs what it finds.
+// openSpill opens Config.SpillDir, and logs damage and the messages in it.
 func (g *Guard) openSpill() error {
 	s, found, err := spill.Open(spill.Config{Dir: g.cfg.SpillDir, MaxBytes: g.cfg.SpillBytes}, blobs{},
 		spill.WithState(func(st spill.State, err error) {

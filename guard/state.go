@@ -25,34 +25,34 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/storm"
 )
 
-// What a source inherits from its previous epoch, and the breakers, a Guard with a
-// Config.StateDir writes down, so that a process that is killed and started again goes on
-// where it was. A second process of that directory is refused.
+// A Guard with a Config.StateDir writes the breakers, and all that a source inherits from
+// its previous epoch, to a file. So a process that is killed and started again goes on
+// where it was. A second process with the same directory is refused.
 
 const (
-	// saveSoon is the shortest time between two writes, saveEvery the longest time after
-	// a change. A credit that is spent asks for the shorter one: what a process does after
-	// its last write is forgotten.
-	saveSoon  = 100 * time.Millisecond
+	// saveSoon is the shortest time between two writes. A change that must not be lost,
+	// such as a spent credit, waits no longer: a restart forgets all unwritten changes.
+	saveSoon = 100 * time.Millisecond
+	// saveEvery is the longest time from any other change to its write.
 	saveEvery = time.Second
-	// saveAnew is how old the file gets while there is something in it and messages move
-	// or wait: its age is the age of what is in it.
+	// saveAnew is how old the file may get while messages move or wait, unless it is
+	// empty: the next process takes the age of the file for the age of its content.
 	saveAnew = 10 * time.Second
 
 	// stateFresh is how old the file may be for an open period in it to go on.
 	stateFresh = 30 * time.Second
 
-	// maxSavedFailures bounds the messages that are remembered in the file, and
-	// maxSavedText each text of theirs, in bytes.
+	// maxSavedFailures bounds the number of failed messages in the file.
 	maxSavedFailures = 16384
-	maxSavedText     = 256
+	// maxSavedText bounds each text of a failure in the file, in bytes.
+	maxSavedText = 256
 
-	// maxLooks is how often the sources are looked at again for one write.
+	// maxLooks is how often one write may collect the sources again.
 	maxLooks = 10
 )
 
-// savedState is the document. The clock of the Guard that takes it up goes on where that of
-// the one that wrote it would be, so instants are the same to both.
+// savedState is the document. The clock of the Guard that reads it goes on where the clock
+// of the Guard that wrote it would be now. So both mean the same by an instant.
 type savedState struct {
 	Clock time.Duration   `json:"clock"`
 	State json.RawMessage `json:"state"` // savedParts
@@ -62,10 +62,10 @@ type savedParts struct {
 	Group   string                 `json:"group"`
 	Scopes  []circuit.SavedScope   `json:"scopes,omitempty"`
 	Sources map[string]savedSource `json:"sources,omitempty"`
-	Rules   []savedRule            `json:"rules,omitempty"` // of a quarantine that nobody shares
+	Rules   []savedRule            `json:"rules,omitempty"` // rules of the Guard's own quarantine
 }
 
-// savedRule is a dlq.QuarantineEntry, as it is written. Rule is its text: bytes, for a key
+// savedRule is the written form of a dlq.QuarantineEntry. Rule is its text, as bytes: a key
 // need not be UTF-8.
 type savedRule struct {
 	Rule  []byte    `json:"rule"`
@@ -75,9 +75,9 @@ type savedRule struct {
 	Until time.Time `json:"until"`
 }
 
-// savedSource is kept, as it is written.
+// savedSource is the written form of kept.
 type savedSource struct {
-	At        time.Duration           `json:"at,omitempty"` // when it ended; 0 for one that was open
+	At        time.Duration           `json:"at,omitempty"` // when the source ended; 0 for an open source
 	Budget    *credit.Saved           `json:"budget,omitempty"`
 	BudgetOf  savedBudgetConfig       `json:"budget_of,omitzero"`
 	Guesses   int                     `json:"guesses,omitempty"`
@@ -88,10 +88,10 @@ type savedSource struct {
 	AskedFor  string                  `json:"asked_for,omitempty"`
 	Storm     *storm.Saved            `json:"storm,omitempty"`
 	Failed    map[string]savedFailure `json:"failed,omitempty"`
-	Flaky     savedFlakiness          `json:"flaky,omitzero"` // by which those are judged
+	Flaky     savedFlakiness          `json:"flaky,omitzero"` // the flakiness by which Failed are judged
 }
 
-// savedFlakiness is a flakiness, as it is written.
+// savedFlakiness is the written form of flakiness.
 type savedFlakiness struct {
 	Recovered float64       `json:"recovered"`
 	All       float64       `json:"all"`
@@ -99,7 +99,7 @@ type savedFlakiness struct {
 	At        time.Duration `json:"at"`
 }
 
-// savedBudgetConfig is a dlq.BudgetConfig, with the names that it is written by.
+// savedBudgetConfig is the written form of dlq.BudgetConfig.
 type savedBudgetConfig struct {
 	Earn             float64       `json:"earn,omitempty"`
 	Balance          float64       `json:"balance,omitempty"`
@@ -109,8 +109,8 @@ type savedBudgetConfig struct {
 	Off              bool          `json:"off,omitempty"`
 }
 
-// savedFailure is a suspect, as it is written, with the first and the latest of its
-// attempts. Which life it has seen is not: all life of the next process came later.
+// savedFailure is the written form of a suspect, with its first and its latest attempt. The
+// suspect's luck is left out: all successes of the next process come later.
 type savedFailure struct {
 	Tries       int            `json:"tries"`
 	Attempts    int            `json:"attempts"`
@@ -119,7 +119,7 @@ type savedFailure struct {
 	LastWord    bool           `json:"last_word,omitempty"`
 	WordAt      time.Duration  `json:"word_at,omitempty"`
 	FirstFailed time.Duration  `json:"first_failed"`
-	At          time.Duration  `json:"at,omitempty"` // when it went back; 0 for one that was here
+	At          time.Duration  `json:"at,omitempty"` // when the message went back to the broker; 0 if it was here
 	Parked      bool           `json:"parked,omitempty"`
 	Failures    []savedAttempt `json:"failures,omitempty"`
 }
@@ -136,19 +136,19 @@ type savedAttempt struct {
 type saver struct {
 	g     *Guard
 	dir   string
-	moved chan struct{} // something may have changed
-	spent chan struct{} // something has that must not be forgotten
-	done  chan struct{} // its goroutine has ended
+	moved chan struct{} // holds a token when something may have changed; capacity 1
+	spent chan struct{} // holds a token when something changed that must not be lost; capacity 1
+	done  chan struct{} // closed when the goroutine has ended
 
-	mu      sync.Mutex      // of the file and what is below; Guard.mu and Source.mu are taken under it
+	mu      sync.Mutex      // guards the fields below; Guard.mu and Source.mu are taken under it
 	file    *statefile.File // nil once it is closed: another process may have it
-	last    []byte          // savedState.State, as it was written last
-	written time.Duration
-	failing bool
+	last    []byte          // savedState.State at the latest write
+	written time.Duration   // when last was written
+	failing bool            // the latest write failed
 }
 
-// openState reads what the process before left, and takes it up. The clock is set by it,
-// so nothing else has looked at it before.
+// openState reads the state of the previous process, and takes it over. It sets the clock,
+// so nothing may read the clock before.
 func (g *Guard) openState() error {
 	if g.cfg.StateDir == "" {
 		return nil
@@ -169,7 +169,7 @@ func (g *Guard) openState() error {
 	return nil
 }
 
-// takeUp makes of a document what sources and breakers will find when they are opened.
+// takeUp keeps the content of a document for the sources and breakers that are opened later.
 func (g *Guard) takeUp(found statefile.Document) error {
 	var doc savedState
 	var parts savedParts
@@ -213,8 +213,8 @@ func (g *Guard) takeUp(found statefile.Document) error {
 	return nil
 }
 
-// takeUpRules puts those whose time is not over on the quarantine, and returns how many
-// they are. A list that is shared is not changed: others may have taken a rule off it.
+// takeUpRules adds the rules that have not ended to the quarantine, and returns how many it
+// added. A shared list is not changed: others may have removed a rule from it.
 func (g *Guard) takeUpRules(all []savedRule) (taken int) {
 	if g.ownRules == nil {
 		if len(all) > 0 {
@@ -247,7 +247,7 @@ func (g *Guard) takeUpRules(all []savedRule) (taken int) {
 	return taken
 }
 
-// savedRules are the rules in force of a list that nobody shares.
+// savedRules are the rules in force of the Guard's own list; none if the list may be shared.
 func (g *Guard) savedRules() (all []savedRule) {
 	if g.ownRules == nil {
 		return nil
@@ -260,13 +260,13 @@ func (g *Guard) savedRules() (all []savedRule) {
 
 func scopeKey(path []string) string { return strings.Join(path, "\x00") }
 
-// goneScope tells whether a breaker that nobody has asked for is to be forgotten: not while
-// an operator's force lasts.
+// goneScope tells whether the saved state of a breaker that no source has claimed is too
+// old. It is not while an operator's force lasts.
 func goneScope(now time.Duration, sc circuit.SavedScope) bool {
 	return now-sc.At >= keepFor && !(sc.Forced && now < sc.Until)
 }
 
-// restore gives a breaker that was just made what the process before knew of it.
+// restore gives a new breaker the state that it had in the previous process.
 func (g *Guard) restore(now time.Duration, leaf *circuit.Leaf, path []string) {
 	g.mu.Lock()
 	sc, ok := g.restored[scopeKey(path)]
@@ -293,7 +293,7 @@ func (g *Guard) restore(now time.Duration, leaf *circuit.Leaf, path []string) {
 	}
 }
 
-// sayPaused says why a source stands that nobody of this process has paused.
+// sayPaused logs that a source is paused since before the restart.
 func (g *Guard) sayPaused(name string, k kept) {
 	now := g.now()
 	if !k.restart || !k.paused || now >= k.pauseEnds {
@@ -306,8 +306,9 @@ func (g *Guard) sayPaused(name string, k kept) {
 	g.log.Warn("a source is paused since before the restart", args...)
 }
 
-// collect is what is to be written. A source that is opened meanwhile could be in neither
-// half, so it looks again then, a few times.
+// collect returns the state to write: of open sources and of ended ones. A source that is
+// opened meanwhile could be in neither part, so collect then starts again, up to maxLooks
+// times.
 func (w *saver) collect(now time.Duration) savedParts {
 	g := w.g
 	for try := 0; ; try++ {
@@ -352,7 +353,7 @@ func (w *saver) note() {
 	}
 }
 
-// hurry says that something has changed that must not be forgotten.
+// hurry says that something has changed that must not be lost.
 func (w *saver) hurry() {
 	if w != nil {
 		token(w.spent)
@@ -426,7 +427,7 @@ func (w *saver) saveLocked(now time.Duration) error {
 	return nil
 }
 
-// dropState gives the directory back as it was found.
+// dropState closes the file without a write, so that the directory stays as it was.
 func (g *Guard) dropState() error {
 	if g.saver == nil {
 		return nil
@@ -434,7 +435,7 @@ func (g *Guard) dropState() error {
 	return g.saver.file.Close()
 }
 
-// closeState writes once more, and gives the directory back.
+// closeState writes once more, and closes the file.
 func (g *Guard) closeState() error {
 	if g.saver == nil {
 		return nil
@@ -458,8 +459,8 @@ func (g *Guard) closeState() error {
 	return nil
 }
 
-// saved is what a restart has to know of an open source, with the messages that have
-// failed and are here, up to most; false if that is nothing.
+// saved is the state of an open source that a restart needs, with up to most failed
+// messages; false if there is none.
 func (s *Source[M]) saved(now time.Duration, most int) (savedSource, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -473,8 +474,8 @@ func (s *Source[M]) saved(now time.Duration, most int) (savedSource, bool) {
 	return saved, ok || len(saved.Failed) > 0
 }
 
-// failedMessages is what is remembered of messages that have failed, here or in an earlier
-// epoch, and are not settled. Of those that are here it does not say when: now.
+// failedMessages describes up to most unsettled messages that have failed, here or in an
+// earlier epoch. Those that are here have At 0, which means now.
 func (c *machine[M]) failedMessages(most int) map[string]savedFailure {
 	most = min(most, maxSuspects)
 	var all map[string]savedFailure
@@ -501,13 +502,13 @@ func (c *machine[M]) failedMessages(most int) map[string]savedFailure {
 	return all
 }
 
-// saved is what a function leaves: its pause.
+// saved is the state of a function that a restart needs: its pause.
 func (f *Func[M]) saved(now time.Duration, _ int) (savedSource, bool) {
 	ends := f.pausedUntil(now)
 	return savedSource{Paused: true, PauseEnds: ends}, ends != 0
 }
 
-// saved is k as it is written, but for when it ended; false if there is nothing to know.
+// saved is the written form of k, without At; false if there is nothing to write.
 func (k kept) saved() (savedSource, bool) {
 	s := savedSource{Guesses: k.guesses, Paused: k.paused, Storm: k.storm}
 	if k.budget != nil {
@@ -536,11 +537,11 @@ func (k kept) saved() (savedSource, bool) {
 	return s, s.Budget != nil || k.guesses > 0 || k.paused || k.asked > 0 || k.storm != nil || len(s.Failed) > 0
 }
 
-// anyRate is a rate of a storm that any budget is for. By that of its own source a budget was
-// checked when it began, and is again by who takes it up.
+// anyRate is a storm rate that every budget fits. The budget was checked with the rate of
+// its own source when it was made, and the source that takes it over checks it again.
 const anyRate = 1e-9
 
-// kept is s in the Guard that reads it at now. A budget that cannot be is left out.
+// kept is s in the Guard that reads it at now. An invalid budget is left out.
 func (s savedSource) kept(now time.Duration) kept {
 	k := kept{
 		guesses: s.Guesses, guessedAt: s.GuessedAt, paused: s.Paused, pauseEnds: s.PauseEnds, asked: s.Asked,

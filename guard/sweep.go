@@ -13,23 +13,23 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/storm"
 )
 
-// stormEvery is how often the detector looks at its three readings.
+// stormEvery is how often the storm detector checks its three readings.
 const stormEvery = 250 * time.Millisecond
 
 // causeStorm is the breaker's cause when the detector opened it.
 const causeStorm breaker.Cause = "storm"
 
-// sweep is the step of time passing. It returns the contexts of handlers that
-// are over their timeout, and whether a storm began or ended.
+// sweep makes time pass. It returns the contexts of handlers that are over their timeout,
+// and whether a storm began or ended.
 func (c *machine[M]) sweep(now time.Duration, late []*callContext) ([]*callContext, bool) {
 	for _, it := range c.busy {
 		ran := now - it.started
 		if c.policy.Timeout > 0 && ran >= c.policy.Timeout && it.ctx != nil {
 			late = append(late, it.ctx)
 		}
-		// A probe with a timeout is not reported: it ends by itself, and then goes on
-		// with another message. A program that has several in hand may keep them for its
-		// batch: that is no call.
+		// A probe with a timeout is not reported as slow: it ends by itself, and another
+		// message goes on with it. A program with several messages in hand may collect
+		// them for a batch: such a wait is not a call.
 		collects := c.offers && c.policy.Workers > 1
 		had, taken := c.inHand(now, it)
 		switch {
@@ -66,8 +66,8 @@ func (c *machine[M]) sweep(now time.Duration, late []*callContext) ([]*callConte
 	return late, true
 }
 
-// reading is the highest number of attempts and the age of the oldest among
-// the unsettled messages, held ones included.
+// reading is the highest number of attempts, and the highest age, of the unsettled
+// messages, held messages included.
 func (c *machine[M]) reading(now time.Duration) (r storm.Reading) {
 	if !c.calls.empty() {
 		r.Attempts = int(c.calls.most())
@@ -101,8 +101,8 @@ func (c *machine[M]) items(visit func(*item[M])) {
 	}
 }
 
-// messages appends every unsettled message, oldest of each lane first; those
-// whose dead letter is being written are with the driver.
+// messages appends the unsettled messages, the oldest of each lane first. It leaves out
+// messages that are being settled, and acked messages in the spill.
 func (c *machine[M]) messages(dst []M) []M {
 	c.items(func(it *item[M]) {
 		if !it.copy.kept() {
@@ -123,8 +123,9 @@ func (c *machine[M]) messages(dst []M) []M {
 	return dst
 }
 
-// unspilled visits what has no copy in the spill, oldest of each lane first, but for what
-// is being settled. letters says to visit what waits for its dead letter too, first.
+// unspilled visits the messages without a copy in the spill, the oldest of each lane
+// first. It leaves out messages that are being settled. With letters it first visits those
+// of them whose dead letter is not confirmed.
 func (c *machine[M]) unspilled(letters bool, visit func(M, *spilled)) {
 	look := func(m M, s *spilled) {
 		if s != nil && !s.placed && !s.acked {
@@ -148,10 +149,10 @@ func (c *machine[M]) unspilled(letters bool, visit func(M, *spilled)) {
 	}
 }
 
-// drain ends the source: it takes everything out that no handler or writer has,
-// and counts it as returned; rest is what the broker has no ack of, and kept how many
-// messages are in the spill instead. What was condemned and the writer never had keeps
-// no credit.
+// drain ends the source. It takes out all messages that have neither a handler nor a
+// writer, and counts them as returned. rest has the messages without an ack at the broker;
+// kept is how many messages are in the spill instead. A message whose dead letter the
+// writer never got gets its credit back.
 func (c *machine[M]) drain(now time.Duration) (rest []M, kept int) {
 	back := func(m M, c *spilled) {
 		if c.kept() {
@@ -198,7 +199,7 @@ func (c *machine[M]) drain(now time.Duration) (rest []M, kept int) {
 			c.queued--
 		}
 	}
-	for it := range c.writing { // if its letter is not confirmed in time, it comes again
+	for it := range c.writing { // if its letter is not confirmed in time, the message comes again
 		c.remember(now, it)
 		if !it.begun {
 			c.refund(it)
@@ -211,7 +212,7 @@ func (c *machine[M]) drain(now time.Duration) (rest []M, kept int) {
 	return rest, kept
 }
 
-// unguess takes back a guess whose letter is not written: it is made again.
+// unguess takes back a guess whose dead letter is not written: the guard guesses again.
 func (c *machine[M]) unguess(it *item[M]) {
 	if it.guessed {
 		it.guessed, c.guesses = false, max(0, c.guesses-1)

@@ -14,13 +14,12 @@ import (
 // tick is how often the sweeper looks at timeouts while anything moves.
 const tick = 10 * time.Millisecond
 
-// restTicks is how many ticks without any change let the sweeper park.
+// restTicks is after how many ticks without a change the sweeper parks.
 const restTicks = 4
 
 // sweeper is the goroutine that makes time pass for all sources of a Guard:
-// handler timeouts, slow reports, the storm detector, breaker windows. It is
-// started by New, owned by the Guard, ended by Close, and parked while all
-// sources are idle.
+// handler timeouts, reports of slow calls, the storm detector, breaker windows. New
+// starts it, the Guard owns it, Close ends it. It is parked while all sources are idle.
 type sweeper struct {
 	parked atomic.Bool
 	wake   chan struct{}
@@ -33,7 +32,7 @@ func (w *sweeper) kick() {
 	}
 }
 
-// stir wakes the sweeper, parked or not: it looks at once.
+// stir wakes the sweeper, parked or not, for a sweep at once.
 func (w *sweeper) stir() { token(w.wake) }
 
 func (g *Guard) sweep(ctx context.Context) {
@@ -44,15 +43,15 @@ func (g *Guard) sweep(ctx context.Context) {
 	for {
 		select {
 		case <-timer.C:
-		case <-w.wake: // by the fleet
+		case <-w.wake: // by stir
 		case <-ctx.Done():
 			return
 		}
 		if g.sweepAll() {
 			quiet = 0
 		} else if quiet++; quiet >= restTicks {
-			// A source stores its word before it looks at parked, so either it
-			// sees the flag and kicks, or this look sees the word.
+			// A source stores its word before it loads parked. So either the source
+			// sees the flag and kicks, or this sweep sees the word.
 			w.parked.Store(true)
 			if !g.sweepAll() && !g.rest(ctx) {
 				return
@@ -64,8 +63,8 @@ func (g *Guard) sweep(ctx context.Context) {
 	}
 }
 
-// rest parks the sweeper until it is woken; false if ctx ended. With a fleet it
-// looks up now and then.
+// rest parks the sweeper until it is woken; false if ctx ended. With a fleet, time passes
+// for the fleet every fleetRest.
 func (g *Guard) rest(ctx context.Context) bool {
 	var look <-chan time.Time
 	if g.fleet != nil {
@@ -82,7 +81,7 @@ func (g *Guard) rest(ctx context.Context) bool {
 		case <-ctx.Done():
 			return false
 		}
-		if g.fleet != nil { // it is not to wait for the next tick
+		if g.fleet != nil { // the fleet must not wait for the next tick
 			now := g.now()
 			woken = g.stepFleet(now) || woken
 			woken = g.noteChanges(now) || woken
@@ -93,7 +92,7 @@ func (g *Guard) rest(ctx context.Context) bool {
 	}
 }
 
-// sweepAll tells whether any source is moving, or the fleet is.
+// sweepAll sweeps all sources and steps the fleet. It tells whether any of them is moving.
 func (g *Guard) sweepAll() (moving bool) {
 	now := g.now()
 	for _, s := range g.all() {
@@ -110,20 +109,20 @@ func (g *Guard) sweepAll() (moving bool) {
 	return g.noteChanges(now) || moving
 }
 
-// seen is what the sweeper saw of the closed path.
+// seen is what the sweeper last saw of a source. The sweeper owns it.
 type seen struct {
-	word    uint64
-	adopted uint64
-	since   atomic.Int64  // when it changed; callBegan reads it too
-	mark    atomic.Uint64 // what since is of: both counts together, and the phase
-	storm   time.Duration // the machine is swept again then
-	awake   bool          // time alone may change something until then
+	word    uint64        // Source.word
+	adopted uint64        // Source.adopted
+	since   atomic.Int64  // when word or adopted changed; callBegan reads it, too
+	mark    atomic.Uint64 // the value that since belongs to: word, plus adopted in its number
+	storm   time.Duration // when the machine is swept again
+	awake   bool          // time alone may change the source: the sweeper must not park
 
-	detected dlq.Storm // when it last was
-	counted  totals    // what the fleet was told
+	detected dlq.Storm // the storm detector's result at the last sweep of the machine
+	counted  totals    // the counts that the fleet was told
 }
 
-// sweep makes time pass for one source. While the closed path is busy it costs
+// sweep makes time pass for one source. While only the closed path works, it mostly costs
 // a few atomic loads.
 func (s *Source[M]) sweep(now time.Duration) (moving bool) {
 	w, adopted := s.word.Load(), s.adopted.Load()
@@ -175,8 +174,8 @@ func (s *Source[M]) sweep(now time.Duration) (moving bool) {
 	return moving
 }
 
-// callBegan is when the call that the closed path has in hand began, to a tick; now
-// if it has none, or the sweeper has not seen it yet. The path itself reads no clock.
+// callBegan is when the closed path's present call began, to within a tick. It is now if
+// there is no call, or the sweeper has not seen it yet. The closed path reads no clock.
 func (s *Source[M]) callBegan(now time.Duration) time.Duration {
 	w := s.word.Load()
 	if phase(w&phaseMask) != processing {
@@ -185,8 +184,8 @@ func (s *Source[M]) callBegan(now time.Duration) time.Duration {
 	return s.wordSince(now, w)
 }
 
-// wordSince is when the closed path's word became w, to a tick; now if the sweeper
-// has not seen it yet.
+// wordSince is when the closed path's word became w, to within a tick; now if the sweeper
+// has not seen that yet.
 func (s *Source[M]) wordSince(now time.Duration, w uint64) time.Duration {
 	if s.seen.mark.Load() != w+s.adopted.Load()<<phaseBits {
 		return now
@@ -194,7 +193,7 @@ func (s *Source[M]) wordSince(now time.Duration, w uint64) time.Duration {
 	return min(now, time.Duration(s.seen.since.Load()))
 }
 
-// sweepCall sees to the call that the closed path has in hand.
+// sweepCall ends the closed path's present call at its timeout, and reports it if it is slow.
 func (s *Source[M]) sweepCall(now time.Duration, call uint64) {
 	ran := now - time.Duration(s.seen.since.Load())
 	if limit := time.Duration(s.timeout.Load()); limit > 0 && ran >= limit {

@@ -8,44 +8,44 @@ import (
 	"time"
 )
 
-// What the other processes of a fleet succeed in is weaker evidence than a success
-// here: their path to the dependency is not this process's. If that is broken, all
-// messages fail here and none elsewhere, and each of them would look like poison. So a
-// success elsewhere never gives a message the last word. It releases a guess from its
-// doubt, and only where a broken path is unlikely; see vouched.
+// A success in another process of the fleet is weaker evidence than a success here,
+// because that process has its own path to the dependency. If the path of this process is
+// broken, all messages fail here and none elsewhere, and each message would look like
+// poison. So a success elsewhere never gives a message the last word. It only makes the
+// wait for a guess shorter, and only if a broken path is unlikely; see vouched.
 
-// maxVouched is how many messages without local proof others' successes may send to the
-// dead letters, until something succeeds here.
+// maxVouched is how many messages without a local proof may be dead-lettered because of
+// successes in other processes, until something succeeds here.
 const maxVouched = 8
 
-// totals are what a source has counted.
+// totals are the counts of a source.
 type totals struct{ handled, failed, dead uint64 }
 
-// totalSum is what the sources of one key have counted since the last look.
+// totalSum is the sum of the counts of one key's sources since the last shareTotals.
 type totalSum struct {
 	totals
-	sources int
-	others  time.Duration // when a call of another process succeeded, at the latest known
-	err     error         // of the last Count
+	sources int           // open sources of the key
+	others  time.Duration // when a call of another process last succeeded, as far as known
+	err     error         // error of the latest Count
 }
 
-// elsewhere is what a source knows of the rest. The sweeper writes it.
+// elsewhere is what a source knows about other processes and sources. The sweeper writes it.
 type elsewhere struct {
-	succeeded atomic.Int64 // when a call of another process did, by this one's clock; 0 for never
-	failing   atomic.Int64 // sources of this process that fail, this one included
-	own       atomic.Int64 // when a call of this source was seen to have succeeded; 0 for never
+	succeeded atomic.Int64 // when a call of another process last succeeded, by this process's clock; 0 for never
+	failing   atomic.Int64 // failing sources of this process, this source included
+	own       atomic.Int64 // when a call of this source was last seen to succeed; 0 for never
 }
 
-// burst is what has failed here since the last success.
+// burst is the group of messages that have failed here since the last success.
 type burst struct {
 	on    bool
-	came  time.Duration // when the first of it came
-	luck  uint64        // life then
-	spent time.Duration // when the attempts of one of it were used up first; 0 before that
+	came  time.Duration // when the first message of the burst came
+	luck  uint64        // the number of successes (life) when that message failed
+	spent time.Duration // when the attempts of a message of the burst were first used up; 0 before that
 }
 
-// shareTotals tells the fleet what was counted for each topic or queue since the last
-// call, and each source how the other processes fare. The sweeper calls it.
+// shareTotals tells the fleet the counts of each topic or queue since the last call, and
+// tells each source the successes of the other processes. The sweeper calls it.
 func (g *Guard) shareTotals(now time.Duration) {
 	if g.fleet == nil {
 		return
@@ -75,7 +75,7 @@ func (g *Guard) shareTotals(now time.Duration) {
 	for _, s := range all {
 		add(s, 1)
 	}
-	g.mu.Lock() // what parts from here on is in all, or told next time
+	g.mu.Lock() // a source that ends after this is in all, or is counted next time
 	parted := g.parted
 	g.parted = nil
 	g.mu.Unlock()
@@ -102,8 +102,8 @@ func (g *Guard) shareTotals(now time.Duration) {
 	}
 }
 
-// counted is what the source has counted since the sweeper asked last, and whether all
-// that it calls fails.
+// counted returns the source's counts since its last call, and whether all of its handler
+// calls fail. The sweeper calls it.
 func (s *Source[M]) counted() (key string, since totals, failing bool) {
 	s.mu.Lock()
 	n := totals{failed: s.c.tally.Failures, dead: s.c.tally.DeadLettered}
@@ -128,13 +128,13 @@ func (*Func[M]) counted() (key string, since totals, failing bool) { return "", 
 
 func (*Func[M]) heardTotals(map[string]*totalSum, int) {}
 
-// failing tells whether messages wait whose attempts are used up, and nothing has
-// succeeded since.
+// failing tells whether messages with used up attempts wait, and nothing has succeeded
+// since.
 func (c *machine[M]) failing() bool {
 	return c.exhausted > 0 && c.burst.spent > 0 && c.life() == c.burst.luck
 }
 
-// keepBurst keeps what a message that has just failed says of the burst.
+// keepBurst adds a message that has just failed to the burst.
 func (c *machine[M]) keepBurst(it *item[M]) {
 	if b := &c.burst; !b.on || it.luck != b.luck {
 		*b = burst{on: true, came: it.at, luck: it.luck}
@@ -144,10 +144,10 @@ func (c *machine[M]) keepBurst(it *item[M]) {
 	}
 }
 
-// vouched tells whether the other processes' successes release a guess from its doubt:
-// something has succeeded there after the attempts of a message here were used up, and
-// it is fresh. Where this process's path may be broken they say nothing: another source
-// of it fails, too, or more fails than one small burst since the last success here.
+// vouched tells whether successes in other processes make the wait for a guess shorter: a
+// call succeeded there lately, after the attempts of a message here were used up. They
+// prove nothing if this process's path may be broken: another source of this process
+// fails, too, or more than one small burst has failed since the last success here.
 func (c *machine[M]) vouched(now time.Duration) bool {
 	b, at, life := &c.burst, time.Duration(c.elsewhere.succeeded.Load()), c.life()
 	if b.spent == 0 || life != b.luck || at <= b.spent || now-at >= proofFresh || c.elsewhere.failing.Load() > 1 {
@@ -162,15 +162,15 @@ func (c *machine[M]) vouched(now time.Duration) bool {
 		return false
 	case c.came > b.came+proofFresh, c.room() == 0, c.unsettled()+guesses > maxVouched:
 		return false
-	case guesses > 0 && c.guessedAt < b.spent: // of an earlier epoch
+	case guesses > 0 && c.guessedAt < b.spent: // the guesses are of an earlier epoch
 		return false
 	}
 	return true
 }
 
-// vouchedAt is when a vouched guess may be made: as soon as for one message alone, but
-// where the burst came after a pause in which nothing succeeded, twice that later. The
-// next message of a source that gets a few now and then tells before that.
+// vouchedAt is when a vouched guess may be made: after Patience, as for a single message.
+// If nothing had succeeded for a while before the burst, it is after twice that while: on
+// a source with few messages, the next message then comes before the guess.
 func (c *machine[M]) vouchedAt() time.Duration {
 	wait, most := c.policy.Retry.Patience, c.policy.Retry.Patience<<maxDoubt
 	if own := time.Duration(c.elsewhere.own.Load()); own > 0 && c.burst.came > own {

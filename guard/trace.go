@@ -38,7 +38,7 @@ func (s *Source[M]) span(ctx context.Context, m M) (context.Context, trace.Span)
 	return s.metrics.tracer.Start(ctx, s.metrics.name, opts...) //nolint:spancheck // the caller ends it
 }
 
-// placeOf says which message of its source it is.
+// placeOf has the attributes that identify the message in its source.
 func placeOf(o dlq.Origin) (attrs []attribute.KeyValue) {
 	if o.MessageID != "" {
 		attrs = append(attrs, attribute.String("messaging.message.id", o.MessageID))
@@ -69,9 +69,9 @@ func (g *Guard) relate(ctx context.Context, far trace.SpanContext, opts []trace.
 	return ctx, opts
 }
 
-// trace starts the span of writing a dead letter, if there is a tracer, and with a
-// propagator keeps the message's trace context in it; a message without a context
-// gets the span's. end is told whether the letter was confirmed.
+// trace starts the span of writing a dead letter, if there is a tracer. With a propagator
+// the dead letter keeps the message's trace context, or gets the span's if the message has
+// none. The caller calls end with the error of the write.
 func (g *Guard) trace(ctx context.Context, r *dlq.Record) (_ context.Context, end func(error)) {
 	end = func(error) {}
 	carrier := headerCarrier{&r.Headers}
@@ -110,8 +110,8 @@ func (g *Guard) trace(ctx context.Context, r *dlq.Record) (_ context.Context, en
 	return ctx, end
 }
 
-// headerCarrier reads and writes trace context in message headers. Names are
-// compared without case: NATS clients canonicalise some. The last one wins.
+// headerCarrier reads and writes trace context in message headers. It ignores the case of
+// names, because NATS clients change it. Of several equal names the last counts.
 type headerCarrier struct{ h *[]dlq.Header }
 
 var _ propagation.TextMapCarrier = headerCarrier{}

@@ -11,17 +11,17 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-// done takes the result of the handler call of it, and returns what to do. A failure
-// goes one way: weigh (what it proves), report (what the breaker hears of it, and
-// whether another message is tried first), decide (dead letter, or wait).
+// done takes the result of an item's handler call, and returns what to do. A failure goes one
+// way: weigh (what it proves), report (tells the breaker, and may try another message first),
+// decide (dead letter, or wait).
 func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 	word := r.word
 	if c.offers && r.err != errNotTaken && !r.takenBack { //nolint:errorlint // the sentinel itself
 		c.called(it)
 	}
 	if it.witness() && word != success && word != cancelled && word != backoff && !r.takenBack {
-		// It was asked out of turn whether anything can succeed; what else it has to
-		// say it says again in its turn. One that asks for time ends the look.
+		// A witness is tried out of turn, to see whether anything can succeed. Any other result
+		// will come again in its turn. A witness that asks for time (Backoff) ends the look.
 		it.mute = word != failure || r.class == ClassMessage
 		word = failure
 		if r.class == ClassMessage {
@@ -30,7 +30,7 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 	}
 	mute := it.witness() && it.mute
 	if r.class == ClassUnknown && !mute && c.health != nil && c.health.failing.Load() {
-		r.class, r.rule = ClassDependency, nil // which no rule about a cause is about
+		r.class, r.rule = ClassDependency, nil // no rule about a cause matches this class
 	}
 	c.counted(it, 1)
 	if c.ended && word == failure {
@@ -54,7 +54,7 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 		if !it.witness() {
 			return c.ack(it)
 		}
-		head := it.lane.head() // it waits as after a look that found nothing
+		head := it.lane.head() // the head waits as after a look that found nothing
 		st := c.ack(it)
 		c.unstand(head)
 		c.decide(now, head)
@@ -99,7 +99,7 @@ func (c *machine[M]) own() uint64 { return c.successes.Load() + c.fast() }
 // firstTime is how many messages have succeeded at their first call.
 func (c *machine[M]) firstTime() uint64 { return c.firsts + c.firstProbes + c.fast() }
 
-// total is how many handler calls have succeeded, here and beside: what earns credits.
+// total is how many handler calls have succeeded, here and in beside. They earn credits.
 func (c *machine[M]) total() uint64 {
 	n := c.own()
 	if c.beside != nil {
@@ -108,7 +108,7 @@ func (c *machine[M]) total() uint64 {
 	return n
 }
 
-// notice tells the detector when the breaker opened or closed.
+// notice tells the storm detector when the breaker has opened or closed.
 func (c *machine[M]) notice(now time.Duration) {
 	if closed := c.closed(); closed != c.wasClosed {
 		c.wasClosed = closed
@@ -150,7 +150,7 @@ func (c *machine[M]) succeeded(now time.Duration, it *item[M]) step[M] {
 	return c.ack(it)
 }
 
-// heed gives the messages that wait for a proof of life the last word, at once.
+// heed gives all messages that wait for a proof of life the last word, and wakes them.
 func (c *machine[M]) heed(now time.Duration) {
 	if !c.suspecting {
 		return
@@ -161,7 +161,7 @@ func (c *machine[M]) heed(now time.Duration) {
 		if !it.exhausted && it.probes == 0 || it.alive || it.lastWord || it.class == ClassDependency || it.decided() {
 			return
 		}
-		if it.phase == processing { // its call began before
+		if it.phase == processing { // its call began before the success
 			c.suspecting = true
 			return
 		}
@@ -183,7 +183,7 @@ func (c *machine[M]) ack(it *item[M]) step[M] {
 	return step[M]{kind: stepAck, it: it}
 }
 
-// part takes the item that was up off its lane.
+// part takes an item off its lane, and lets the lane go on.
 func (c *machine[M]) part(it *item[M]) {
 	l := it.lane
 	if l == nil {
@@ -196,8 +196,8 @@ func (c *machine[M]) part(it *item[M]) {
 	l.parked, l.turn, l.looks, l.groups, l.rounds, l.step, l.deep = false, 0, 0, 0, 0, 0, false
 	l.beyond = max(0, l.beyond-1)
 	c.heads(l)
-	if place > 0 { // a witness: the head has the word
-		l.beyond = max(0, rank-1-l.doubted()) // those have failed
+	if place > 0 { // a witness: the head is up next
+		l.beyond = max(0, rank-1-l.doubted()) // the witnesses in front of it have failed
 		l.queued = true
 		c.ready.pushFront(l)
 	}
@@ -205,16 +205,17 @@ func (c *machine[M]) part(it *item[M]) {
 	c.leave(l)
 }
 
-// back puts an item in front of the handler again, at the end of the ready
-// lanes, so that the next probe is another lane's head.
+// back lets an item wait for its handler again, at the end of the ready lanes, so that the next
+// probe is another lane's head.
 func (c *machine[M]) back(now time.Duration, it *item[M]) {
 	c.move(it, waiting)
 	if it.lane == nil {
 		c.again.push(it)
 		return
 	}
-	// A witness that only asked for time is asked again after it, once. The head would take the
-	// turn of what it waits for, such as the probe of a function that both call, each time.
+	// A witness that only asked for time is tried once more after that time. Otherwise the head
+	// would each time take the turn of what the witness waits for, such as the probe of a
+	// function that both call.
 	switch {
 	case !it.witness():
 	case c.round.on || now >= c.asked || it.lane.waited:
@@ -226,7 +227,7 @@ func (c *machine[M]) back(now time.Duration, it *item[M]) {
 	c.stand(it.lane)
 }
 
-// exclude tells the breaker that an attempt said nothing.
+// exclude tells the breaker that an attempt proves nothing.
 func (c *machine[M]) exclude(now time.Duration, it *item[M]) {
 	if c.gate != nil {
 		c.gate.Exclude(now, it.token)
@@ -245,7 +246,7 @@ func (c *machine[M]) failed(now time.Duration, it *item[M], r result) {
 	}
 	c.recall(it, r)
 	c.weigh(now, it, r)
-	if r.rule != nil { // a witness: it is compared again in its turn
+	if r.rule != nil { // a witness: it is compared with the quarantine again in its turn
 		it.seen = 0
 	}
 	if !c.report(now, it, head) {
@@ -253,22 +254,22 @@ func (c *machine[M]) failed(now time.Duration, it *item[M], r result) {
 	}
 }
 
-// decide sends a failed item to its retry or to the dead letters. The first that
-// holds decides:
+// decide sends a failed item to its retry or to the dead letters. The first line that applies
+// decides:
 //
-//	the evidence is against it             dead letter; but not in a storm without a budget
+//	the evidence is against the message    dead letter; but not in a storm with Budget.Off
 //	nothing can be compared, for long      a guess: dead letter
-//	breaker open                           it is held: the next probe
-//	attempts left                          retry
-//	storm, or no dead-letter writer        retry, parked with the reason
-//	otherwise                              retry: there may be life to see
+//	the breaker is open                    hold: the item is the next probe
+//	attempts are left                      retry
+//	storm, or no dead-letter writer        retry, with that reason
+//	otherwise                              retry: there may be a proof of life by then
 //
 // Each dead letter also needs a credit; see condemn.
 func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 	open := c.open()
-	if open && it.lastWord { // it may be the next outage that it fails in
+	if open && it.lastWord { // this failure may belong to the next outage
 		after := 0
-		if c.gate.Held() { // a fleet's hold is open between its probes: each must prove life anew
+		if c.gate.Held() { // a fleet's hold is open between its probes: each probe must prove life anew
 			after = it.after
 		}
 		it.takeWord(after)
@@ -281,7 +282,7 @@ func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 	case now >= guessAt:
 		c.guess(now, it)
 	case open:
-		// No longer than the breaker: it may be the only one left to probe with.
+		// Not longer than the breaker is open: the item may be the only one to probe with.
 		c.park(it, now+min(c.delay(it.probes), c.policy.Breaker.PeriodAfter(it.probes, now-c.shutAt)), ReasonNone)
 	case !it.exhausted:
 		c.park(it, now+c.delay(it.attempts), ReasonNone)
@@ -294,12 +295,12 @@ func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 	}
 }
 
-// suspectDelay is the delay of a message whose attempts are used up. Short while
-// there is something to learn: it has the last word, others succeed, or the look
-// behind it goes on.
+// suspectDelay is the delay of a message whose attempts are used up. The delay is short while
+// there is something to learn: the message has the last word, others succeed, or the look behind
+// it goes on.
 func (c *machine[M]) suspectDelay(it *item[M]) time.Duration {
 	switch {
-	case it.lastWord: // where the dependency is flaky it may take thirty calls
+	case it.lastWord: // with a flaky dependency it may take thirty calls
 		return c.delay(min(it.after, c.policy.Retry.Attempts))
 	case it.alive:
 		return c.delay(min(it.attempts, c.policy.Retry.Attempts))
@@ -321,9 +322,9 @@ func (r Retry) delay(n int, random func(int64) int64) time.Duration {
 	return 1 + time.Duration(random(int64(top)))
 }
 
-// settled ends an item: its ack went out, or could not. The adapter that keeps it
-// says [ErrTakenBack] itself, nothing around it: the item comes again, and goes on where
-// it was.
+// settled ends an item: its ack went out, or failed. After an ignored item, an error that is
+// exactly [ErrTakenBack] means that the adapter keeps the message: it comes again, and goes on
+// where it was.
 func (c *machine[M]) settled(now time.Duration, it *item[M], err error) {
 	c.move(it, idle)
 	c.bytes -= int64(it.size)
@@ -331,7 +332,7 @@ func (c *machine[M]) settled(now time.Duration, it *item[M], err error) {
 	switch {
 	case it.ignored && err == ErrTakenBack: //nolint:errorlint // the sentinel itself
 		c.tally.Returned++
-		it.tries-- // no handler had it this time
+		it.tries-- // no handler was called this time
 		c.remember(now, it)
 		return
 	case err != nil:
@@ -347,7 +348,7 @@ func (c *machine[M]) settled(now time.Duration, it *item[M], err error) {
 	}
 }
 
-// poisonReason is what a dead letter says of the evidence.
+// poisonReason is the reason of a dead letter whose attempts are used up.
 func poisonReason[M any](it *item[M]) dlq.Reason {
 	if it.probes > 0 {
 		return dlq.ReasonPoisonHead

@@ -3,10 +3,9 @@
 
 package guard
 
-// work is one of several workers: it takes what the machine says is next, as
-// long as there is something, and otherwise waits on cond. The loop reads the
-// input and wakes workers when time has come. A worker that a handler's Goexit
-// ends is replaced.
+// work is one of several workers. It does the machine's next step, or waits on cond if
+// there is none. The loop reads the input, and wakes the workers when a wait is over. If
+// a handler's Goexit ends a worker, a new one takes its place.
 func (s *Source[M]) work(retired chan<- struct{}) {
 	var h hand[M]
 	defer func() {
@@ -30,13 +29,12 @@ func (s *Source[M]) work(retired chan<- struct{}) {
 	}
 }
 
-// await blocks until there is something to do; false means that the workers
-// are to end.
+// await waits for the next step; false means that the worker must end.
 func (s *Source[M]) await() (step[M], bool) {
 	s.mu.Lock()
 	for {
 		if s.ctx.Err() != nil {
-			s.c.stopped = true // before Run notices: a call now would only be cancelled, and asked again
+			s.c.stopped = true // do not wait for Run to notice: a call now would only be cancelled and repeated
 		}
 		now := s.g.now()
 		st := s.next(now)

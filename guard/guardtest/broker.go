@@ -13,18 +13,18 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-// Broker is an in-memory broker with at-least-once delivery, for tests. Queues
-// come into being when first named, and keep their messages in the order of
-// publication; a message stays until a consumer has acked it.
+// Broker is an in-memory broker with at-least-once delivery, for tests. The first use of a
+// name creates its queue. A queue keeps its messages in the order of publication, and each
+// message until a consumer acks it.
 //
-// It keeps its own books ([Broker.Stats], [Broker.Message]), independent of the
-// guard's, and does on command what brokers do on bad days: it revokes, dies,
-// redelivers, duplicates, reorders, delays and refuses acks.
+// The broker counts for itself ([Broker.Stats], [Broker.Message]), independently of the
+// guard. On command it does what brokers do on bad days: it revokes, dies, redelivers,
+// duplicates, reorders, delays and refuses acks.
 //
-// All methods may be called at any time from any goroutine. It uses no other
-// clock than package time's and never spins, so it runs inside a
-// testing/synctest bubble. Each epoch has one goroutine, which ends with
-// [Epoch.Close]; a message costs no goroutine and no timer.
+// All methods may be called at any time from any goroutine. The only clock is that of
+// package time, and no code spins, so a Broker runs inside a testing/synctest bubble. Each
+// epoch has one goroutine, which ends with [Epoch.Close]. A message costs no goroutine and
+// no timer.
 type Broker struct {
 	mu     sync.Mutex
 	up     *sync.Cond // on mu: Consume waits for Start
@@ -33,8 +33,7 @@ type Broker struct {
 	epochs uint64
 }
 
-// NewBroker makes a broker without queues that is up. It holds nothing that
-// would have to be closed.
+// NewBroker returns a broker without queues that is up. It needs no close.
 func NewBroker() *Broker {
 	b := &Broker{queues: make(map[string]*queue)}
 	b.up = sync.NewCond(&b.mu)
@@ -47,71 +46,70 @@ var (
 	// consumer to give back what it has.
 	errRevoked = errors.New("guardtest: revoked")
 
-	// errLost means that the connection broke: whatever was unacked is
-	// delivered again, and what the epoch still says is ignored.
+	// errLost means that the connection broke: unacked messages are delivered again, and
+	// later acks of the epoch are ignored.
 	errLost = errors.New("guardtest: connection lost")
 )
 
-// Message is one delivery of one message. Key, Body and Headers are what
-// [Broker.Publish] reads; the broker fills in the rest. A message that is
-// delivered again is another *Message with the same Seq.
+// Message is one delivery of one message. [Broker.Publish] reads Key, Body and Headers;
+// the broker sets the other fields. A redelivery is another *Message with the same Seq.
 type Message struct {
-	Key     string // "" is no key
+	Key     string // "" for no key
 	Body    []byte
 	Headers []dlq.Header
 
 	Seq        uint64    // position in its queue, from 1
 	Published  time.Time // when it was published
 	Deliveries int       // how often it was delivered, this one included
-	Epoch      uint64    // number of the epoch it was delivered to, from 1 in a Broker
+	Epoch      uint64    // number of the epoch that got the delivery, from 1 in a Broker
 	Tag        uint64    // number of this delivery within the epoch, from 1
 
 	rec        *stored
 	epoch      *Epoch
 	prev, next *Message  // in Epoch.out, guarded by queue.mu
 	out        bool      // neither settled nor given up; guarded by queue.mu
-	deadline   time.Time // of AckWait; guarded by queue.mu
-	since      time.Time // delivered at, if HoldMax is set; guarded by queue.mu
+	deadline   time.Time // end of the AckWait; guarded by queue.mu
+	since      time.Time // time of the delivery, if HoldMax is set; guarded by queue.mu
 	refused    bool      // its ack was refused; guarded by queue.mu
 	settled    bool      // acked or returned; guarded by Epoch.mu
 }
 
-// Counts is what happened to the messages of a queue, or to one of them.
+// Counts has the counters of a queue, or of one message.
 type Counts struct {
 	Published uint64
-	Delivered uint64 // sent to a consumer; it may still lie in the client's buffer
+	Delivered uint64 // messages sent to a consumer; some may still be in the client's buffer
 	Acked     uint64 // messages settled by an ack
 
-	RepeatAcks  uint64 // acks of messages that were settled already, by another delivery
-	LateAcks    uint64 // acks of deliveries that the broker had given up; of a lost epoch they change nothing
-	DoubleAcks  uint64 // second acks of one delivery, or acks of a returned one: always a bug of the port's user
+	RepeatAcks  uint64 // acks of messages that another delivery had settled
+	LateAcks    uint64 // acks of deliveries that the broker had given up; they change nothing if their epoch is lost
+	DoubleAcks  uint64 // second acks of one delivery, or acks of returned messages: always a bug of the port's user
 	RefusedAcks uint64 // see Broker.RefuseAcks
 
-	Extends  uint64 // messages named in calls of Port.Extend
-	Returned uint64 // given back by Port.Return
-	Expired  uint64 // AckWait passed
-	Lost     uint64 // unacked when their epoch was fenced
+	Extends  uint64 // messages in calls of Port.Extend
+	Returned uint64 // messages given back by Port.Return
+	Expired  uint64 // deliveries whose AckWait passed
+	Lost     uint64 // unacked deliveries of fenced epochs
 	Spent    uint64 // messages not delivered again because of MaxDeliver
 
 	AfterEnd uint64 // port calls after Epoch.Close: always a bug of the port's user
 	Flushes  uint64
 }
 
-// Stats is a queue at one instant.
+// Stats is the state of a queue at one instant.
 type Stats struct {
 	Counts
-	Ready   int // waiting to be delivered
-	Unacked int // with a consumer
+	Ready   int // messages that wait for delivery
+	Unacked int // unacked messages of all consumers
 }
 
-// Publish appends messages to a queue and returns the Seq of the last. It also
-// works while the broker is stopped: publishing is the test's own act. Body and
-// Headers are shared with every delivery and must not be changed afterwards.
+// Publish appends messages to a queue and returns the Seq of the last. It also works while
+// the broker is stopped, since the test itself publishes. Every delivery shares Body and
+// Headers: do not change them afterwards.
 func (b *Broker) Publish(queue string, ms ...Message) uint64 {
 	return b.queue(queue).publish(ms)
 }
 
-// Stats are the broker's own books of a queue.
+// Stats returns the broker's own counts of a queue.
 func (b *Broker) Stats(queue string) Stats {
 	q := b.queue(queue)
 	q.mu.Lock()
@@ -128,8 +126,8 @@ func (b *Broker) Stats(queue string) Stats {
 	return st
 }
 
-// Message are the books of one message; false if there is none of that Seq, or
-// its books are closed ([Broker.ForgetAcked]). Published is 1.
+// Message returns the counts of one message, with Published 1. It returns false if there is
+// no message with that Seq, or its counts are dropped ([Broker.ForgetAcked]).
 func (b *Broker) Message(queue string, seq uint64) (Counts, bool) {
 	q := b.queue(queue)
 	q.mu.Lock()
@@ -140,7 +138,7 @@ func (b *Broker) Message(queue string, seq uint64) (Counts, bool) {
 	return Counts{}, false
 }
 
-// Pending are the Seqs of all messages of a queue that nobody has acked, in order.
+// Pending returns the Seqs of all unacked messages of a queue, in order.
 func (b *Broker) Pending(queue string) []uint64 {
 	q := b.queue(queue)
 	q.mu.Lock()
@@ -169,8 +167,8 @@ func (b *Broker) Drained(ctx context.Context, queue string) error {
 	return ctx.Err()
 }
 
-// ForgetAcked makes a queue drop acked messages and their books, for benchmarks
-// and soaks. The default is to keep everything.
+// ForgetAcked makes a queue drop acked messages and their counts, for benchmarks and soaks.
+// By default a queue keeps everything.
 func (b *Broker) ForgetAcked(queue string) {
 	q := b.queue(queue)
 	q.mu.Lock()
@@ -178,27 +176,27 @@ func (b *Broker) ForgetAcked(queue string) {
 	q.forget = true
 }
 
-// Revoke takes a queue away from all its consumers, as a rebalance does. Eager
-// also ends [Epoch.Context] at once; otherwise the closed channel, after what
-// lay in its buffer, is all they see. An epoch lives on, and settles, until its
-// consumer closes it or [ConsumerConfig.RevokeGrace] has passed.
+// Revoke takes a queue away from all its consumers, as a rebalance does. Each consumer sees
+// its channel closed, after the messages in the buffer; with eager, [Epoch.Context] ends at
+// once, too. An epoch may still settle until its consumer closes it or
+// [ConsumerConfig.RevokeGrace] has passed.
 func (b *Broker) Revoke(queue string, eager bool) {
 	for _, e := range b.queue(queue).consumers() {
 		e.revoke(eager)
 	}
 }
 
-// Kill breaks the connections of a queue's consumers: their epochs end,
-// what lay in client buffers is gone, everything unacked is ready again in its old
-// order, and later acks of these epochs are counted and ignored.
+// Kill breaks the connections of a queue's consumers. Their epochs end and client buffers
+// are lost. All unacked messages become ready again, in their old order. Later acks of
+// these epochs are counted and ignored.
 func (b *Broker) Kill(queue string) {
 	for _, e := range b.queue(queue).consumers() {
 		e.lose(errLost)
 	}
 }
 
-// Stop kills the broker: every connection breaks, and Consume waits for Start.
-// Messages survive.
+// Stop stops the broker: every connection breaks, and Consume waits for Start. The broker
+// keeps its messages.
 func (b *Broker) Stop() {
 	b.mu.Lock()
 	b.down = true
@@ -212,7 +210,7 @@ func (b *Broker) Stop() {
 	}
 }
 
-// Start ends Stop.
+// Start starts a stopped broker again.
 func (b *Broker) Start() {
 	b.mu.Lock()
 	b.down = false
@@ -220,21 +218,20 @@ func (b *Broker) Start() {
 	b.up.Broadcast()
 }
 
-// Redeliver delivers messages again that are with a consumer, as if their
-// AckWait had passed. The consumer's own delivery is late from now on: its ack
-// still settles the message. Seqs that are with nobody are skipped; none means
-// all that are unacked.
+// Redeliver delivers unacked messages of consumers again, as if their AckWait had passed.
+// Without seqs it redelivers all of them; a Seq that no consumer has is skipped. The first
+// delivery is late from now on, but its ack still settles the message.
 func (b *Broker) Redeliver(queue string, seqs ...uint64) {
 	b.queue(queue).giveUp(func(m *Message) bool { return len(seqs) == 0 || slices.Contains(seqs, m.Seq) })
 }
 
-// Duplicate delivers messages once more, whatever became of them: with a
-// consumer, waiting or acked. They are delivered next.
+// Duplicate delivers messages once more, also if a consumer has them, or they wait or are
+// acked. They are delivered next.
 func (b *Broker) Duplicate(queue string, seqs ...uint64) {
 	b.queue(queue).duplicate(seqs)
 }
 
-// Reorder hands the messages that wait to a shuffle function, such as
+// Reorder shuffles the waiting messages with a function such as
 // [math/rand/v2.Rand.Shuffle].
 func (b *Broker) Reorder(queue string, shuffle func(n int, swap func(i, j int))) {
 	q := b.queue(queue)
@@ -244,9 +241,9 @@ func (b *Broker) Reorder(queue string, shuffle func(n int, swap func(i, j int)))
 	shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
 }
 
-// RefuseAcks makes Port.Ack fail with err until it is called with nil: only then,
-// or when their AckWait passes or their epoch ends, are those messages delivered
-// again.
+// RefuseAcks makes Port.Ack fail with err, until a call of RefuseAcks with nil. That call
+// delivers the messages of the refused acks again. Before it they are delivered again only
+// if their AckWait passes or their epoch ends.
 func (b *Broker) RefuseAcks(queue string, err error) {
 	q := b.queue(queue)
 	if err == nil {
@@ -257,8 +254,8 @@ func (b *Broker) RefuseAcks(queue string, err error) {
 	q.refuse.Store(&err)
 }
 
-// Delay makes every hand-over to a consumer take d longer: a message, or a
-// batch of at most [ConsumerConfig.Buffer]. 0 ends it.
+// Delay makes every hand-over to a consumer take d longer; 0 ends the delay. A hand-over is
+// one message, or a batch of at most [ConsumerConfig.Buffer].
 func (b *Broker) Delay(queue string, d time.Duration) {
 	q := b.queue(queue)
 	q.mu.Lock()

@@ -13,17 +13,17 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-// DeadLetters is a [dlq.Writer] that keeps what it is given, as a broker with a
-// dead-letter queue would: each record goes through the headers of
-// [dlq.Stormguard] and back, and twins are recognised by [dlq.Record.ID].
+// DeadLetters is a [dlq.Writer] that keeps its records in memory, like a dead-letter queue
+// of a broker. It encodes each record to the headers of [dlq.Stormguard] and decodes it
+// again. It recognises twins by [dlq.Record.ID].
 //
-// Its methods may be called from any goroutine.
+// All methods may be called from any goroutine.
 type DeadLetters struct {
 	queue string
 
 	mu      sync.Mutex
 	records []*dlq.Record
-	ids     map[string]int // of records with an ID: index
+	ids     map[string]int // index in records, by ID
 	fault   fault
 	writes  int
 	twins   int
@@ -31,13 +31,13 @@ type DeadLetters struct {
 
 type fault struct {
 	err   error
-	times int // 0: until told otherwise
+	times int // how many more writes fail; 0: until the next call of Fail
 	slow  time.Duration
 	max   int
 	lose  int
 }
 
-// DeadLetters is the dead-letter queue of a queue; the same each time.
+// DeadLetters returns the dead-letter queue of a queue: the same one each time.
 func (b *Broker) DeadLetters(queue string) *DeadLetters {
 	q := b.queue(queue)
 	q.mu.Lock()
@@ -48,12 +48,13 @@ func (b *Broker) DeadLetters(queue string) *DeadLetters {
 	return q.letters
 }
 
-// NewDeadLetters makes one without a broker; queue is only a name for errors.
+// NewDeadLetters returns a dead-letter queue without a broker. queue is a name for errors
+// only.
 func NewDeadLetters(queue string) *DeadLetters {
 	return &DeadLetters{queue: queue, ids: make(map[string]int)}
 }
 
-// Records are copies of all records, oldest first, without their twins.
+// Records returns copies of all records, oldest first, without twins.
 func (d *DeadLetters) Records() []dlq.Record {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -64,30 +65,30 @@ func (d *DeadLetters) Records() []dlq.Record {
 	return out
 }
 
-// Len is how many records there are, twins not counted.
+// Len returns the number of records, twins not counted.
 func (d *DeadLetters) Len() int {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return len(d.records)
 }
 
-// Writes is how often Write was called, Twins how many of the records written
-// were there already.
+// Writes returns how often Write was called, and how many of the written records were twins
+// of earlier ones.
 func (d *DeadLetters) Writes() (writes, twins int) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.writes, d.twins
 }
 
-// Fail makes Write fail with err, and write nothing, until Fail(nil).
+// Fail makes Write fail with err and keep nothing, until Fail(nil).
 func (d *DeadLetters) Fail(err error) { d.FailNext(0, err) }
 
-// FailNext makes the next n writes fail; 0 means all until Fail(nil).
+// FailNext makes the next n writes fail with err; 0 means all writes until Fail(nil).
 func (d *DeadLetters) FailNext(n int, err error) {
 	d.set(func(f *fault) { f.err, f.times = err, n })
 }
 
-// Refuse makes Write answer [dlq.ErrRefused] until Fail(nil).
+// Refuse makes Write return a [dlq.ErrRefused] until Fail(nil).
 func (d *DeadLetters) Refuse() {
 	d.Fail(fmt.Errorf("guardtest: dead letters of %s: %w", d.queue, dlq.ErrRefused))
 }
@@ -95,11 +96,11 @@ func (d *DeadLetters) Refuse() {
 // Slow makes each write take t, or until its context ends.
 func (d *DeadLetters) Slow(t time.Duration) { d.set(func(f *fault) { f.slow = t }) }
 
-// Limit makes records above size bytes fail with a [*dlq.TooLargeError]; 0
+// Limit makes Write return a [*dlq.TooLargeError] for a record of more than size bytes; 0
 // means no limit.
 func (d *DeadLetters) Limit(size int) { d.set(func(f *fault) { f.max = size }) }
 
-// LoseConfirms makes the next n writes keep the record and fail all the same.
+// LoseConfirms makes the next n writes keep their record but return an error.
 func (d *DeadLetters) LoseConfirms(n int) { d.set(func(f *fault) { f.lose = n }) }
 
 func (d *DeadLetters) set(change func(*fault)) {
@@ -157,7 +158,7 @@ func (d *DeadLetters) Write(ctx context.Context, r *dlq.Record) error {
 	return nil
 }
 
-// roundTrip is what a reader of the dead letter gets to see.
+// roundTrip returns the record as a reader of the dead letter sees it.
 func roundTrip(r *dlq.Record) (*dlq.Record, error) {
 	headers := dlq.Encode(r, dlq.Stormguard)
 	for _, h := range headers {

@@ -14,40 +14,40 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// ConsumerConfig is how a consumer asks to be served. The zero value is a
-// broker without deadlines or bounds.
+// ConsumerConfig has the broker's deadlines and bounds for one consumer. The zero value
+// means no deadlines and no bounds.
 type ConsumerConfig struct {
 	// Prefetch is how many messages may be unacked; unset means no bound.
 	Prefetch int
 
-	// Buffer is how many messages the client keeps ahead of its reader. With
-	// 0, the default, each is handed over directly; a benchmark wants 256.
+	// Buffer is how many messages the client keeps ahead of its reader. The default 0
+	// hands each message over directly; a benchmark wants 256.
 	Buffer int
 
-	// AckWait is after how long an unacked message that was not extended is
-	// delivered again; unset means never. The guard needs 300ms at least.
+	// AckWait is when the broker delivers an unacked message again that was not extended;
+	// unset means never. The guard needs at least 300ms.
 	AckWait time.Duration
 
-	// HoldMax is after how long an unacked message costs the epoch, whether it
-	// was extended or not; unset means never. It is checked at every quarter.
+	// HoldMax is how long a message may be unacked, extended or not; then its epoch ends.
+	// Unset means no limit. The broker checks every HoldMax/4.
 	HoldMax time.Duration
 
-	// RevokeGrace is how long an epoch may go on after [Broker.Revoke]. Unset
-	// means 60s, which the guard is not told.
+	// RevokeGrace is how long an epoch may go on after [Broker.Revoke]. Unset means 60s,
+	// but then the guard does not know of it.
 	RevokeGrace time.Duration
 
-	// MaxDeliver is how often a message is delivered; unset means no bound.
-	// One that is unacked after that stays in [Broker.Pending] for ever.
+	// MaxDeliver is how often a message is delivered; unset means no bound. A message that
+	// is still unacked then stays in [Broker.Pending].
 	MaxDeliver int
 
-	// NoCount hides the broker's count of deliveries from the guard, as Kafka
-	// has none. It cannot be combined with MaxDeliver.
+	// NoCount hides the broker's count of deliveries from the guard, as with Kafka. It
+	// cannot be combined with MaxDeliver.
 	NoCount bool
 }
 
 const defaultGrace = 60 * time.Second
 
-// Epoch is one consumer's hold on a queue, until it is revoked, lost or closed.
+// Epoch is the time in which one consumer has a queue, until it is revoked, lost or closed.
 type Epoch struct {
 	q    *queue
 	cfg  ConsumerConfig
@@ -60,29 +60,29 @@ type Epoch struct {
 	stop   chan struct{} // closed when nothing more is delivered
 	once   sync.Once     // closes stop
 	gone   chan struct{} // closed when the pump has ended
-	ended  atomic.Bool   // Close was called: no port call may come
+	ended  atomic.Bool   // Close was called: a later port call is a bug
 	handed atomic.Int64
 
-	mu   sync.Mutex // before queue.mu
-	acks []*Message // not yet flushed
+	mu   sync.Mutex // lock order: mu, then queue.mu
+	acks []*Message // acks that are not flushed yet
 
 	// Guarded by queue.mu.
-	out     Message // list of unacked deliveries; with AckWait by deadline
+	out     Message // head of the list of unacked deliveries, with AckWait by deadline
 	unacked int
 	tags    uint64
-	paused  bool // by Port.Demand
-	stopped bool // as stop
-	dropped bool // lost: what lies in the buffer is gone
+	paused  bool // Port.Demand paused the delivery
+	stopped bool // stop is closed
+	dropped bool // the connection broke: messages in the buffer are lost
 	fenced  bool
-	expiry  *time.Timer // runs while something is unacked, if AckWait is set
+	expiry  *time.Timer // runs while a message is unacked, if AckWait is set
 	armed   bool
-	holds   *time.Timer // runs for ever, if HoldMax is set
+	holds   *time.Timer // runs until the epoch is fenced, if HoldMax is set
 	grace   *time.Timer
 }
 
-// Consume starts an epoch: a goroutine that delivers what is ready. It waits
-// while the broker is stopped, and fails only with ctx's error; a later end of
-// ctx does nothing. Follow it by [Epoch.Close].
+// Consume starts an epoch, with a goroutine that delivers ready messages. It waits while
+// the broker is stopped. Its only error is ctx's; the end of ctx does not end the epoch.
+// Call [Epoch.Close] afterwards.
 //
 // Several consumers of one queue compete for its messages.
 func (b *Broker) Consume(ctx context.Context, queue string, cfg ConsumerConfig) (*Epoch, error) {
@@ -109,24 +109,24 @@ func (b *Broker) Consume(ctx context.Context, queue string, cfg ConsumerConfig) 
 	return e, nil
 }
 
-// Messages are the deliveries. It is closed when the epoch ends.
+// Messages returns the channel of deliveries. It is closed when the epoch ends.
 func (e *Epoch) Messages() <-chan *Message { return e.ch }
 
-// Port is the guard's way to settle deliveries of this epoch. Acks are
-// coalesced until Flush, so one that the guard forgets to flush is lost.
+// Port returns the port for the guard, which settles deliveries of this epoch. It keeps acks
+// until Flush: an ack that the guard does not flush is lost.
 func (e *Epoch) Port() guard.Port[*Message] { return e.port }
 
-// Context ends when the epoch is revoked eagerly or lost, and with [Epoch.Close].
+// Context returns a context that ends when the epoch is revoked eagerly, lost or closed.
 func (e *Epoch) Context() context.Context { return e.ctx }
 
-// Number is the epoch's number in its Broker, from 1.
+// Number returns the epoch's number in its Broker, from 1.
 func (e *Epoch) Number() uint64 { return e.num }
 
-// Handed is how many deliveries a reader has taken off Messages: what a guard
-// should have received, by the broker's own count.
+// Handed returns how many deliveries a reader has taken from Messages, by the broker's own
+// count. A guard should have received as many.
 func (e *Epoch) Handed() int { return int(e.handed.Load()) - len(e.ch) }
 
-// Limits are the deadlines and bounds that the configuration asked for.
+// Limits returns the deadlines and bounds of the configuration.
 func (e *Epoch) Limits() guard.Limits {
 	return guard.Limits{
 		AckWait: e.cfg.AckWait, HoldMax: e.cfg.HoldMax, RevokeGrace: e.cfg.RevokeGrace,
@@ -134,9 +134,9 @@ func (e *Epoch) Limits() guard.Limits {
 	}
 }
 
-// Close leaves the queue: what is unacked is delivered to others, and any later
-// call of the port is counted in [Counts.AfterEnd]. It waits for the epoch's
-// goroutine. Call it after [guard.Source.End]; a second call does nothing.
+// Close leaves the queue. The broker delivers unacked messages to others, and counts later
+// calls of the port in [Counts.AfterEnd]. Close waits for the epoch's goroutine. Call it
+// after [guard.Source.End]; a second call does nothing.
 func (e *Epoch) Close() {
 	e.ended.Store(true)
 	e.fence()
@@ -227,7 +227,7 @@ func (e *Epoch) appendLocked(m *Message) {
 	e.unacked++
 }
 
-// pump delivers; the epoch owns it, Close waits for it.
+// pump delivers messages. The epoch owns its goroutine; Close waits for it.
 func (e *Epoch) pump() {
 	defer close(e.gone)
 	defer e.hangUp()
@@ -256,13 +256,13 @@ func (e *Epoch) pump() {
 			case e.ch <- m:
 				e.handed.Add(1)
 			case <-e.stop:
-				return // what is left of the batch is unacked, and goes back with the epoch
+				return // the rest of the batch is unacked: the end of the epoch gives it back
 			}
 		}
 	}
 }
 
-// hangUp closes the channel; a lost connection takes what lies in it along.
+// hangUp closes the channel. If the connection is lost, it first drops the messages in it.
 func (e *Epoch) hangUp() {
 	e.q.mu.Lock()
 	dropped := e.dropped
@@ -278,7 +278,7 @@ func (e *Epoch) hangUp() {
 	close(e.ch)
 }
 
-// take waits for messages and marks them delivered; 0 means that the epoch is over.
+// take waits for messages and marks them as delivered. It returns 0 when the epoch is over.
 func (e *Epoch) take(batch []*Message) (n int, delay time.Duration) {
 	q := e.q
 	q.mu.Lock()
@@ -332,7 +332,7 @@ func (e *Epoch) armLocked(d time.Duration) {
 	e.expiry.Reset(d)
 }
 
-// expire gives up what was neither acked nor extended in time.
+// expire gives up deliveries that were neither acked nor extended in time.
 func (e *Epoch) expire() {
 	q := e.q
 	q.mu.Lock()
@@ -355,7 +355,7 @@ func (e *Epoch) expire() {
 	}
 }
 
-// checkHolds ends the epoch if a message was held too long.
+// checkHolds ends the epoch if a message was unacked for HoldMax.
 func (e *Epoch) checkHolds() {
 	q := e.q
 	q.mu.Lock()
@@ -375,7 +375,7 @@ func (e *Epoch) checkHolds() {
 // port is an Epoch as the guard sees it.
 type port struct{ e *Epoch }
 
-// begin counts a call that may not come any more.
+// begin counts a call that comes after Close.
 func (p port) begin() {
 	if p.e.ended.Load() {
 		p.e.q.mu.Lock()

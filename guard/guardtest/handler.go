@@ -21,12 +21,12 @@ import (
 // Outcome is how a call of a [Handler] ended.
 type Outcome uint8
 
-// The outcomes.
+// The outcomes of a call.
 const (
-	Running   Outcome = iota // not ended yet
-	Succeeded                // returned nil
-	Failed                   // returned an error
-	Unwound                  // a panic or a Goexit
+	Running   Outcome = iota // the call has not ended
+	Succeeded                // the handler returned nil
+	Failed                   // the handler returned an error
+	Unwound                  // the handler ended by a panic or a Goexit
 )
 
 var outcomeNames = [...]string{"running", "succeeded", "failed", "unwound"}
@@ -40,13 +40,13 @@ func (o Outcome) String() string {
 
 // Call is one call of a [Handler].
 type Call struct {
-	Seq        uint64 // of the message; 0 if unknown
+	Seq        uint64 // number of the message; 0 if unknown
 	Key        string
-	Attempt    int // calls with this Seq so far, from 1, over all epochs
+	Attempt    int // number of the call among those of this Seq, from 1, over all epochs
 	Epoch, Tag uint64
-	Start, End time.Time // End is zero while it runs
+	Start, End time.Time // End is zero while the call runs
 	Outcome    Outcome
-	Err        error // what it returned
+	Err        error // returned error
 }
 
 // A Step is what a [Handler] does for one call.
@@ -64,7 +64,7 @@ func Panic(v any) Step { return func(context.Context) error { panic(v) } }
 // Goexit is the Step that calls [runtime.Goexit].
 func Goexit(context.Context) error { runtime.Goexit(); return nil }
 
-// Hang is the Step that waits for its context and returns its cause.
+// Hang is the Step that waits for the end of its context and returns the cause.
 func Hang(ctx context.Context) error { <-ctx.Done(); return context.Cause(ctx) }
 
 // Deaf is a Step that ignores its context: it returns nil once release is closed.
@@ -72,7 +72,8 @@ func Deaf(release <-chan struct{}) Step {
 	return func(context.Context) error { <-release; return nil }
 }
 
-// Slow is a Step that takes d, and ends early with its context's cause.
+// Slow is a Step that takes d and returns nil. If its context ends first, it returns the
+// context's cause.
 func Slow(d time.Duration) Step {
 	return func(ctx context.Context) error { return pause(ctx, d) }
 }
@@ -88,22 +89,20 @@ func pause(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// ErrDown is what a [Handler] whose dependency is down returns, unless told.
+// ErrDown is the default error of a [Handler] whose dependency is down.
 var ErrDown = errors.New("guardtest: connection refused")
 
-// errPoison is what a [Handler] returns for a poison message.
+// errPoison is the error of a [Handler] for a poison message.
 var errPoison = errors.New("guardtest: cannot decode the message")
 
-// Handler is a scripted handler and its own oracle: what it does is set by
-// methods, at any time from any goroutine, and what it did is recorded. The
-// zero value succeeds at everything.
+// Handler is a scripted handler that records and checks its calls. Methods set its
+// behaviour, at any time and from any goroutine. The zero value always succeeds.
 //
-// For each call it looks, in this order, at the steps of the message, at the
-// poison and at the dependency. It keeps every call (some 200 bytes) for as long
-// as it lives.
+// For each call the handler checks, in this order, the steps of the message, poison, and
+// the dependency. It keeps a record of every call (about 200 bytes) for its whole life.
 //
-// A message is known by a number: [Message.Seq], or for [Handler.Handle] the
-// decimal number that its body begins with ([Body]).
+// A message is known by a number: [Message.Seq], or for [Handler.Handle] the decimal
+// number at the beginning of its body ([Body]).
 type Handler struct {
 	mu      sync.Mutex
 	down    error
@@ -116,8 +115,8 @@ type Handler struct {
 	running int
 }
 
-// Body is a body of at least size bytes that names a message to
-// [Handler.Handle]: its number, a space and filling.
+// Body returns a body of at least size bytes for [Handler.Handle]: the number of the
+// message, a space and filling.
 func Body(n uint64, size int) []byte {
 	body := strconv.AppendUint(make([]byte, 0, max(size, 20)), n, 10)
 	if len(body) < size {
@@ -127,7 +126,7 @@ func Body(n uint64, size int) []byte {
 	return body
 }
 
-// Number is the number that a body begins with, 0 if it does not.
+// Number returns the number at the beginning of a body, 0 if there is none.
 func Number(body []byte) uint64 {
 	end := 0
 	for end < len(body) && end < 19 && '0' <= body[end] && body[end] <= '9' {
@@ -148,13 +147,13 @@ func (h *Handler) Down(err error) {
 	h.set(func() { h.down = err })
 }
 
-// Up ends Down.
+// Up makes the dependency work again, after Down.
 func (h *Handler) Up() { h.set(func() { h.down = nil }) }
 
-// Delay makes every call take d, unless its context ends.
+// Delay makes every call take d longer, unless its context ends.
 func (h *Handler) Delay(d time.Duration) { h.set(func() { h.delay = d }) }
 
-// Poison makes messages fail for ever, as what cannot be decoded does.
+// Poison makes messages always fail, like messages that cannot be decoded.
 func (h *Handler) Poison(seqs ...uint64) {
 	h.set(func() {
 		if h.poison == nil {
@@ -178,7 +177,7 @@ func (h *Handler) PoisonKey(keys ...string) {
 	})
 }
 
-// On scripts the next calls for one message, one step each.
+// On sets the steps of the next calls for one message: one step for each call.
 func (h *Handler) On(seq uint64, steps ...Step) {
 	h.set(func() {
 		if h.steps == nil {
@@ -194,7 +193,7 @@ func (h *Handler) set(change func()) {
 	change()
 }
 
-// Handle is the handler for adapters, see [Consumer].
+// Handle is the handler for adapters; see [Consumer].
 func (h *Handler) Handle(ctx context.Context, key string, body []byte) error {
 	return h.call(ctx, Call{Seq: Number(body), Key: key})
 }
@@ -254,33 +253,33 @@ func (h *Handler) stepLocked(c Call) Step {
 	}
 }
 
-// Calls are copies of all calls, in the order in which they began.
+// Calls returns copies of all calls, in the order of their start.
 func (h *Handler) Calls() []Call {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return slices.Clone(h.calls)
 }
 
-// CallsOf are the calls for one message.
+// CallsOf returns the calls for one message.
 func (h *Handler) CallsOf(seq uint64) []Call {
 	return slices.DeleteFunc(h.Calls(), func(c Call) bool { return c.Seq != seq })
 }
 
-// Len is how many calls there were.
+// Len returns the number of calls.
 func (h *Handler) Len() int {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return len(h.calls)
 }
 
-// Running is how many calls have not ended.
+// Running returns the number of calls that have not ended.
 func (h *Handler) Running() int {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return h.running
 }
 
-// Successes is how often each message succeeded.
+// Successes returns how often each message succeeded.
 func (h *Handler) Successes() map[uint64]int {
 	out := make(map[uint64]int)
 	for _, c := range h.Calls() {
@@ -291,11 +290,11 @@ func (h *Handler) Successes() map[uint64]int {
 	return out
 }
 
-// Done is how many messages have succeeded at least once.
+// Done returns how many messages have succeeded at least once.
 func (h *Handler) Done() int { return len(h.Successes()) }
 
-// Duplicates is how many successes there were beyond the first of each message:
-// what at-least-once allows, to be judged by the test.
+// Duplicates returns the number of successes after the first of each message.
+// At-least-once delivery allows them; the test has to judge them.
 func (h *Handler) Duplicates() int {
 	n := 0
 	for _, times := range h.Successes() {
@@ -304,23 +303,22 @@ func (h *Handler) Duplicates() int {
 	return n
 }
 
-// OutOfOrder is how many successes came after one of a later delivery in the
-// same sequence: the epoch, and with [guard.OrderKey] the key. With
-// [guard.OrderNone] it is 0. Calls that know no Tag are judged by the first
-// success of each Seq.
+// OutOfOrder returns how many successes came after the success of a later delivery in the
+// same sequence. A sequence is an epoch, with [guard.OrderKey] a key in an epoch. With
+// [guard.OrderNone] the result is 0. Calls without a Tag are judged by the first success
+// of each Seq.
 func (h *Handler) OutOfOrder(order guard.Order) int {
 	bad, _ := h.disordered(order)
 	return len(bad)
 }
 
-// overtakers is how many messages succeeded before one in front of them.
+// overtakers returns how many messages succeeded before a message in front of them.
 func (h *Handler) overtakers(order guard.Order) int {
 	_, n := h.disordered(order)
 	return n
 }
 
-// CheckOrder reports the first success that came out of order, nil if all came
-// in order.
+// CheckOrder returns an error for the first success that came out of order, or nil.
 func (h *Handler) CheckOrder(order guard.Order) error {
 	bad, _ := h.disordered(order)
 	if len(bad) == 0 {
@@ -331,8 +329,8 @@ func (h *Handler) CheckOrder(order guard.Order) error {
 		order, c.Seq, c.Key, c.Epoch, c.Tag, len(bad))
 }
 
-// disordered are the successes after one of a later delivery; overtakers is of how many
-// later ones.
+// disordered returns the successes that came after the success of a later delivery, and the
+// number of those later deliveries.
 func (h *Handler) disordered(order guard.Order) (bad []Call, overtakers int) {
 	if order == guard.OrderNone {
 		return nil, 0
@@ -341,10 +339,10 @@ func (h *Handler) disordered(order guard.Order) (bad []Call, overtakers int) {
 		epoch uint64
 		key   string
 	}
-	// One call of a sequence runs at a time, so they succeed as they begin.
+	// One call of a sequence runs at a time, so calls succeed in the order of their start.
 	calls := slices.DeleteFunc(h.Calls(), func(c Call) bool { return c.Outcome != Succeeded })
 	last := make(map[sequence]uint64)
-	overtook := make(map[sequence]uint64) // the last one of each that did
+	overtook := make(map[sequence]uint64) // latest delivery of each sequence that overtook another
 	seen := make(map[uint64]bool)
 	for _, c := range calls {
 		at, in := c.Tag, sequence{epoch: c.Epoch}
@@ -372,8 +370,8 @@ func (h *Handler) disordered(order guard.Order) (bad []Call, overtakers int) {
 	return bad, overtakers
 }
 
-// CheckNothingLost reports messages 1 to published that neither succeeded nor
-// are among dead, the numbers of the dead letters.
+// CheckNothingLost returns an error if one of the messages 1 to published is lost: it has
+// not succeeded and is not in dead, the numbers of the dead letters.
 func (h *Handler) CheckNothingLost(published uint64, dead ...uint64) error {
 	done := h.Successes()
 	for _, seq := range dead {
@@ -391,7 +389,7 @@ func (h *Handler) CheckNothingLost(published uint64, dead ...uint64) error {
 	return fmt.Errorf("guardtest: %d of %d messages lost: %v", len(lost), published, lost[:min(len(lost), 10)])
 }
 
-// CheckOverlap reports two calls of one sequence that ran at the same time.
+// CheckOverlap returns an error if two calls of one sequence ran at the same time.
 func (h *Handler) CheckOverlap(order guard.Order) error {
 	if order == guard.OrderNone {
 		return nil

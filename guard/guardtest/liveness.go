@@ -12,12 +12,12 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// liveness are the rules about time under the default policy: poison passes, and an
-// outage ends, by themselves and soon.
+// liveness are the rules about time under the default policy: poison is dead-lettered soon,
+// and handling restarts soon after an outage, both without help.
 //
-// All times are read from the handler's own calls. On a real broker a rule has three
-// tries and the best counts. What healthy messages took just before, from their
-// publication on, is taken off: it is what the machine and the broker cost.
+// All times come from the handler's calls. On a real broker a rule has three tries and the
+// best counts. There the time that healthy messages took before, from their publication
+// on, is subtracted: it is the cost of machine and broker.
 var liveness = []rule{
 	burstRule("poison-burst", 1, 2*time.Second, unknownPoison),
 	burstRule("poison-burst", 3, 2*time.Second, unknownPoison),
@@ -86,12 +86,12 @@ func burstRule(name string, n int, least time.Duration, poison func() error) rul
 	}
 }
 
-// behind is how many healthy messages come with a burst.
+// behind is how many healthy messages follow a burst.
 const behind = 10
 
 func unknownPoison() error { return errPoison }
 
-// malformed is the error of a message that is no JSON of the expected kind.
+// malformed is the error of a message whose JSON does not have the expected type.
 func malformed() error {
 	var order struct {
 		ID int `json:"id"`
@@ -109,13 +109,13 @@ func soonAfter(d time.Duration) time.Duration { return time.Second + d/10 }
 
 func (x *run) outageTime() time.Duration { return x.span(35*time.Second, 5*time.Second) }
 
-// defaults leaves everything but the order to the guard.
+// defaults uses the guard's default policy, except for order and workers.
 func (x *run) defaults() {
 	x.policy = guard.Policy{Order: x.policy.Order, Workers: x.policy.Workers}
 }
 
-// best checks a time against its limit. On a real broker the machine may be busy with
-// something else, so it counts the best of three tries.
+// best checks a time against its limit. On a real broker the machine may be busy otherwise,
+// so the best of three tries counts.
 func (x *run) best(what string, try func() (took, limit time.Duration)) {
 	x.t.Helper()
 	tries := 1
@@ -155,7 +155,7 @@ func (x *run) allHandled(first, last uint64) bool {
 	return true
 }
 
-// lastSuccess is when the last of some messages first succeeded.
+// lastSuccess is when the last of the messages first to last had its first success.
 func (x *run) lastSuccess(first, last uint64) (at time.Time) {
 	seen := make(map[uint64]bool)
 	for _, c := range x.h.Calls() {
@@ -170,7 +170,7 @@ func (x *run) lastSuccess(first, last uint64) (at time.Time) {
 	return at
 }
 
-// trickle publishes a message now and then until cond holds.
+// trickle publishes a message every 50 ms until cond holds.
 func (x *run) trickle(what string, cond func() bool) {
 	x.t.Helper()
 	start := time.Now()
@@ -184,7 +184,7 @@ func (x *run) trickle(what string, cond func() bool) {
 	}
 }
 
-// bad makes the next n messages fail for ever with err.
+// bad makes the next n messages always fail with err.
 func (x *run) bad(n int, err error) {
 	for i := range uint64(n) {
 		x.h.On(x.numbers+1+i, repeat(Fail(err))...)
@@ -192,7 +192,7 @@ func (x *run) bad(n int, err error) {
 	}
 }
 
-// gone waits, with traffic, until so many dead letters are written.
+// gone waits until so many dead letters are written, and publishes meanwhile.
 func (x *run) gone(letters uint64) {
 	x.t.Helper()
 	s := x.source()
@@ -201,9 +201,10 @@ func (x *run) gone(letters uint64) {
 	})
 }
 
-// burst publishes n poison messages with healthy ones behind them, and returns how long
-// the poison kept these back or was itself tried. On a real broker it takes off what as
-// many healthy messages took.
+// burst publishes n poison messages with healthy messages behind them. It returns the time
+// from the first call of the poison until both are done: the last call of the poison, and
+// the success of all messages behind it. On a real broker it subtracts the time of as many
+// healthy messages.
 func (x *run) burst(n int, err error) time.Duration {
 	x.t.Helper()
 	var machine time.Duration
@@ -233,17 +234,17 @@ func (x *run) burst(n int, err error) time.Duration {
 	return end.Sub(from) - machine
 }
 
-// recovered is how an outage ended.
+// recovered has the measured times and counts of an outage.
 type recovered struct {
-	idle      time.Duration // from its end to the first success
-	drained   time.Duration // … until all that was published in it was handled
-	calls     int           // made in it
-	published int           // in it
+	idle      time.Duration // from the end of the outage to the first success
+	drained   time.Duration // from the end of the outage until all its messages were handled
+	calls     int           // calls during the outage
+	published int           // messages published during the outage
 }
 
-// recovers runs an outage of d under a Guard of its own, since a breaker remembers the
-// last one. Of the messages that are published in it the first n are poison. err is what
-// the dependency fails with; nil is an error of unknown class.
+// recovers runs an outage of d under a new Guard, since a breaker remembers the outage
+// before. The first n messages that are published in the outage are poison. err is the
+// dependency's error; nil is an error of unknown class.
 func (x *run) recovers(d time.Duration, n int, err error) (o recovered) {
 	x.t.Helper()
 	x.start()
@@ -290,7 +291,7 @@ func (x *run) recovers(d time.Duration, n int, err error) (o recovered) {
 	return o
 }
 
-// nothingMissing tells whether nothing that was published is missing.
+// nothingMissing reports whether every published message is handled or dead-lettered.
 func (x *run) nothingMissing() bool {
 	done := x.h.Successes()
 	for n := uint64(1); n <= x.numbers; n++ {
@@ -301,19 +302,20 @@ func (x *run) nothingMissing() bool {
 	return true
 }
 
-// callsOfLook is what a probe costs that looks behind its head: 1, and on the average up
-// to 4.5 others with the head asked again after each. One that looks beside costs 7.
+// callsOfLook is the number of calls of a probe that looks behind its head: 1, and on
+// average up to 4.5 others with a call of the head after each. A probe that looks beside
+// its head makes 7.
 const callsOfLook = 10
 
-// mostCalls bounds the calls in an outage of d in which n messages come: those out when
-// it begins, those that trip the breaker, and its probes of so many calls each.
+// mostCalls is the most calls in an outage of d in which n messages come: calls that run
+// when it begins, calls that open the breaker, and each calls for every probe.
 func (x *run) mostCalls(n int, d time.Duration, each int) int {
 	backoff := x.policy.Breaker.WithDefaults()
 	probes := 0
 	for open := time.Duration(0); open < d; probes++ {
 		open += backoff.PeriodAfter(probes+1, open)
 	}
-	if x.f.Options != nil { // a fleet has a backoff of its own
+	if x.f.Options != nil { // a fleet has its own backoff
 		probes = max(probes, 40+int(d/time.Second))
 	}
 	most := 60 + 4*max(x.policy.Workers, 1) + each*probes

@@ -10,19 +10,19 @@ import (
 	"time"
 )
 
-// loads are the rules about a steady load under the default policy, of which a part is
-// poison, or fails once: the rest keeps up with it.
+// loads are the rules about a steady load under the default policy. A part of the messages
+// is poison or fails once. The other messages must keep up with the load.
 var loads = []rule{
 	loadRule("steady-9", 2*time.Minute, 10, 9, 0, 99),
 	loadRule("steady-5-flaky-2", 5*time.Minute, 20, 5, 2, 99),
 	loadRule("flaky-20", 2*time.Minute, 20, 0, 20, 90),
 }
 
-// loadRule publishes rate messages a second, for a minute on a real broker, and where
-// nobody asks for the long form. Of these, poison
-// and flaky percent fail for ever and once. Of the healthy ones, at least a share of least
-// percent must be handled when the load ends, but for those of its last five seconds.
-// Nothing but poison is dead-lettered.
+// loadRule publishes rate messages a second, for the time virtual; for at most a minute on
+// a real broker, or unless the long form is on. Of the messages, poison percent always
+// fail and flaky percent fail once. When the load ends, at least least percent of the
+// healthy messages must be handled, those of the last five seconds not counted. Only
+// poison is dead-lettered.
 func loadRule(name string, virtual time.Duration, rate, poison, flaky, least int) rule {
 	return rule{
 		name: name,
@@ -32,7 +32,7 @@ func loadRule(name string, virtual time.Duration, rate, poison, flaky, least int
 		},
 		run: func(x *run) {
 			x.defaults()
-			x.disorder = flaky > 0 // a look behind a message that has failed by chance only
+			x.disorder = flaky > 0 // the guard may look behind a message that failed only by chance
 			x.publish(behind)
 			x.start()
 			x.handled(behind)
@@ -53,7 +53,7 @@ func loadRule(name string, virtual time.Duration, rate, poison, flaky, least int
 				time.Sleep(time.Second / time.Duration(rate))
 			}
 			x.rest()
-			due := healthy[:len(healthy)-5*rate] // of the last five seconds some may wait
+			due := healthy[:len(healthy)-5*rate] // messages of the last five seconds may still wait
 			done, successes := 0, x.h.Successes()
 			for _, n := range due {
 				if successes[n] > 0 {
@@ -71,7 +71,7 @@ func loadRule(name string, virtual time.Duration, rate, poison, flaky, least int
 	}
 }
 
-// spanOf is how long a rule that wants a long time has.
+// spanOf is the duration of a rule that wants the time virtual.
 func (x *run) spanOf(virtual time.Duration) time.Duration {
 	if x.f.RealTime || !x.f.long && os.Getenv("STORMGUARD_FULL") == "" {
 		return min(virtual, time.Minute)
@@ -79,7 +79,7 @@ func (x *run) spanOf(virtual time.Duration) time.Duration {
 	return virtual
 }
 
-// poisoned counts the messages from first on that are to be dead-lettered.
+// poisoned counts the messages from first on that must be dead-lettered.
 func (x *run) poisoned(first uint64) (n uint64) {
 	for m := range x.dead {
 		if m >= first {

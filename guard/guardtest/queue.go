@@ -11,9 +11,8 @@ import (
 	"time"
 )
 
-// stored is a message as its queue keeps it. The Message in it is its first
-// delivery, so that a message that is delivered once costs no allocation of
-// its own.
+// stored is a message as its queue keeps it. Its Message is the first delivery, so a
+// message that is delivered once costs no further allocation.
 type stored struct {
 	Message
 	done   bool // acked
@@ -23,30 +22,31 @@ type stored struct {
 // chunk is a run of messages made by one allocation.
 type chunk struct {
 	recs [chunkSize]stored
-	open int // not yet acked or not yet published
+	open int // messages not yet acked, or not yet published
 }
 
 const chunkSize = 256
 
-// queue is one queue of a Broker. mu guards all of it, and the state of its
-// deliveries; Epoch.mu may be taken before it, never after.
+// queue is one queue of a Broker. mu guards all its fields and the state of its deliveries.
+// Lock order: Epoch.mu, then mu.
 type queue struct {
 	name string
 
 	mu       sync.Mutex
-	wake     *sync.Cond // pumps wait for something to deliver
-	chunks   []*chunk   // nil where forgotten
+	wake     *sync.Cond // pumps wait on it for messages, Drained for the last ack
+	chunks   []*chunk   // nil for a forgotten chunk
 	ready    deque
-	epochs   []*Epoch // not fenced
+	epochs   []*Epoch // epochs that are not fenced
 	counts   Counts
 	forget   bool
-	drainers int                   // wait on wake for the last ack
-	refuse   atomic.Pointer[error] // nil: acks are taken
+	drainers int                   // calls of Drained that wait on wake
+	refuse   atomic.Pointer[error] // error of every ack; nil: acks are accepted
 	delay    time.Duration
-	letters  *DeadLetters // made when asked for
+	letters  *DeadLetters // made by the first call of Broker.DeadLetters
 }
 
-// readied is a message that waits to be delivered; forced even if it is acked.
+// readied is a message that waits for delivery. With forced it is delivered even if it is
+// acked.
 type readied struct {
 	rec    *stored
 	forced bool
@@ -95,7 +95,7 @@ func (q *queue) consumers() []*Epoch {
 	return slices.Clone(q.epochs)
 }
 
-// finishLocked settles a message; false if it was settled already.
+// finishLocked settles a message. It returns false if the message was settled before.
 func (q *queue) finishLocked(r *stored) bool {
 	if r.done {
 		return false
@@ -116,8 +116,8 @@ func (q *queue) finishLocked(r *stored) bool {
 	return true
 }
 
-// requeueLocked makes messages ready again, in their old order in front of
-// what came later.
+// requeueLocked makes messages ready again, in their old order and in front of messages
+// that were never delivered.
 func (q *queue) requeueLocked(recs []*stored, maxDeliver int) {
 	back := make([]readied, 0, len(recs))
 	for _, r := range recs {
@@ -134,14 +134,14 @@ func (q *queue) requeueLocked(recs []*stored, maxDeliver int) {
 		return
 	}
 	for ready := q.ready.all(); len(ready) > 0 && ready[0].rec.counts.Delivered > 0; ready = ready[1:] {
-		back = append(back, q.ready.pop()) // redelivered ones that wait already
+		back = append(back, q.ready.pop()) // redeliveries that wait already
 	}
 	slices.SortStableFunc(back, func(a, b readied) int { return cmp.Compare(a.rec.Seq, b.rec.Seq) })
 	q.ready.pushFront(back)
 	q.wake.Broadcast()
 }
 
-// giveUp makes deliveries late and their messages ready again.
+// giveUp makes the deliveries that which selects late, and their messages ready again.
 func (q *queue) giveUp(which func(*Message) bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()

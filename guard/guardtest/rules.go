@@ -19,8 +19,8 @@ import (
 
 var errBroken = errors.New("order 4711: no such customer")
 
-// rules are the suite, from the plain to the rare. After each, run.finish looks
-// at everything once more.
+// rules is the suite, common cases first. After each rule, run.finish checks everything once
+// more.
 var rules = slices.Concat(basics, liveness, loads)
 
 // basics are the rules that are quick to see.
@@ -152,7 +152,7 @@ var basics = []rule{
 			x.start()
 			x.handled(300)
 			st := x.outage(500, 4*x.spanOf(150*time.Second))
-			// With OrderNone probes go round all messages, and each has few attempts.
+			// With OrderNone, probes use all messages in turn, so each has few attempts.
 			if !st.Storm.Active && x.policy.Order != guard.OrderNone {
 				x.errorf("it is no storm: %+v", st.Storm)
 			}
@@ -280,7 +280,7 @@ var basics = []rule{
 	{
 		name: "keep-alive", says: "what is held or handled is not delivered again",
 		needs: func(f Features) string { return lack(!f.AckWait, "AckWait") },
-		setup: func(*run) Setup { return Setup{AckWait: 3 * time.Second} }, // a busy machine extends late, and still in time
+		setup: func(*run) Setup { return Setup{AckWait: 3 * time.Second} }, // long enough that a busy machine extends in time
 		run: func(x *run) {
 			wait := x.setup.AckWait
 			x.policy.Timeout = 10 * wait
@@ -393,7 +393,7 @@ var basics = []rule{
 			release := make(chan struct{})
 			first := Slow(time.Hour)
 			if x.f.Passive {
-				first = Deaf(release) // nobody cancels the user's loop
+				first = Deaf(release) // the guard cannot cancel the user's loop
 			}
 			x.h.On(1, first)
 			x.h.On(1, repeat(Fail(errBroken))...)
@@ -518,10 +518,10 @@ func lack(missing bool, feature string) string {
 	return ""
 }
 
-// function is for rules of the function shape.
+// function is needs of rules for the function shape.
 func function(f Features) string { return lack(f.Passive, "Passive unset") }
 
-// repeat is a step for more calls than any rule makes.
+// repeat returns s for more calls than any rule makes.
 func repeat(s Step) []Step { return slices.Repeat([]Step{s}, 5000) }
 
 // outage publishes n messages while the dependency is down for d.
@@ -550,8 +550,8 @@ func (x *run) outage(n int, d time.Duration) guard.State {
 	return st
 }
 
-// quietly publishes n messages to a source that is not to handle them before
-// release was called.
+// quietly publishes n messages to a source that must not handle them before release is
+// called.
 func (x *run) quietly(n int, release func()) {
 	x.t.Helper()
 	x.eventually("what was handled is settled", func() bool {
@@ -574,9 +574,9 @@ func (x *run) quietly(n int, release func()) {
 	x.handled(done + n)
 }
 
-// room runs a full window against a handler that takes its time: no time may be lost
-// between them. Where time is real a busy machine loses some, and a broker may deliver
-// again what waits for room and is not kept alive.
+// room fills the window of a slow handler: no time may be lost between two calls. With
+// RealTime a busy machine loses some time, and a broker may redeliver messages that wait
+// for room and are not kept alive.
 func room(x *run) {
 	const each = time.Millisecond
 	x.policy.Window = max(4, x.policy.Workers)
@@ -594,7 +594,7 @@ func room(x *run) {
 	}
 }
 
-// ended closes the Guard while its source is full, and looks whether anything still reads.
+// ended closes the Guard while its source is full, and checks that nothing reads any more.
 func ended(x *run) {
 	x.policy.Window = max(16, 4*x.policy.Workers)
 	x.publish(20)
@@ -639,10 +639,10 @@ func ackFails(x *run) {
 	x.eventually("what was handled is acked", func() bool { return s.Account().Acked == n })
 	r.RefuseAcks(errAckRefused)
 	x.publish(n)
-	if !x.f.RealTime { // a connection that ends with each refused ack need not get through them
+	if !x.f.RealTime { // a connection that ends with each refused ack may not handle all
 		x.handled(2 * n)
 	}
-	// A port that coalesces acks hears of it later, with the next.
+	// A port that coalesces acks learns of the failure later, with the next acks.
 	x.trickle("the acks that fail are counted", func() bool { return x.ackFailures() > 0 })
 	if a := s.Account(); a.Acked >= 2*n && !x.f.RealTime {
 		x.errorf("all are acked, and the broker took none: %+v", a)
@@ -657,7 +657,7 @@ func ackFails(x *run) {
 }
 
 func quarantine(x *run) {
-	tenants := func(bad int, of int) (numbers []uint64) { // one in bad is of the tenant acme
+	tenants := func(bad int, of int) (numbers []uint64) { // one message in bad has the tenant acme
 		ms := make([]Publication, of)
 		for i := range ms {
 			name := "good"
@@ -730,7 +730,7 @@ func deadLetter(x *run) {
 	wrong("times that cannot be", rec.FirstFailed.Before(began.Add(-time.Second)) || rec.LastFailed.Before(rec.FirstFailed) || rec.LastFailed.After(time.Now().Add(time.Second)))
 }
 
-// headerText is a text as header values of the subject can carry it.
+// headerText is a text as a header value of the kind Features.Headers.
 func (x *run) headerText(s string) any {
 	if x.f.Headers == HeaderBytes {
 		return []byte(s)
@@ -755,7 +755,7 @@ func (x *run) checkCopy(rec dlq.Record, p Publication) {
 	}
 }
 
-// sameValue compares header values; bytes that are text may come back as text.
+// sameValue compares header values. Bytes and text are equal if they have the same bytes.
 func sameValue(a, b any) bool {
 	text := func(v any) (string, bool) {
 		switch v := v.(type) {
@@ -795,7 +795,7 @@ func backoff(x *run) {
 	if len(calls) != times+1 {
 		x.errorf("%d calls of a message that asks for time %d times", len(calls), times)
 	}
-	slack := x.span(time.Millisecond, 250*time.Millisecond) // other workers are under way, on a busy machine
+	slack := x.span(time.Millisecond, 250*time.Millisecond) // other workers may be in a call, on a busy machine
 	for i, c := range calls[:len(calls)-1] {
 		from, to := c.End.Add(slack), c.End.Add(d-slack)
 		for _, o := range x.h.Calls() {
@@ -819,7 +819,7 @@ func poison(x *run) {
 	x.start()
 	x.handled(147)
 	took := time.Since(start)
-	// Traffic goes on: poison with nothing else around looks like an outage.
+	// Traffic goes on: poison without other messages looks like an outage.
 	x.eventually("the poison is dead-lettered", func() bool {
 		x.publish(1)
 		x.pass(100*time.Millisecond, 20*time.Millisecond)
@@ -919,7 +919,7 @@ func shapes(x *run) {
 	x.eventually("the messages without a body are handled", func() bool { return len(x.h.CallsOf(0)) == x.unnamed })
 }
 
-// stopConsumer stops the subject's consumer alone.
+// stopConsumer stops the subject's consumer, but not the Guard.
 func (x *run) stopConsumer() error {
 	ctx, cancel := context.WithTimeout(x.ctx, x.deadline())
 	defer cancel()
@@ -927,8 +927,8 @@ func (x *run) stopConsumer() error {
 	return x.subject.Stop(ctx)
 }
 
-// ends closes the Guard under the running consumer, undoes what kept messages
-// back, and starts anew.
+// ends closes the Guard under the running consumer, calls undo to remove what held the
+// messages back, and starts again.
 func (x *run) ends(undo func()) {
 	x.t.Helper()
 	x.returned = true

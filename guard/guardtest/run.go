@@ -13,38 +13,38 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// Guarded is what [Broker.Run] needs besides the queue. The zero value is valid.
+// Guarded is the configuration of [Broker.Run]. The zero value is valid.
 type Guarded struct {
 	Consumer ConsumerConfig
 
-	// Name is the source's name; unset means the queue's.
+	// Name is the source's name; unset means the queue's name.
 	Name string
 
-	// Policy overrides the Guard's; nil means the Guard's.
+	// Policy overrides the Guard's policy; nil means the Guard's policy.
 	Policy *guard.Policy
 
-	// DeadLetters is the writer; unset means [Broker.DeadLetters] of the queue.
+	// DeadLetters is the writer of dead letters; unset means [Broker.DeadLetters] of the
+	// queue.
 	DeadLetters dlq.Writer
 
-	// Feed reads ahead on a goroutine of its own through [guard.Source.Feed], so
-	// that what waits behind a slow handler can be extended. It is implied by
-	// an AckWait.
+	// Feed reads ahead on a second goroutine through [guard.Source.Feed], so that the
+	// guard can extend messages behind a slow handler. An AckWait implies Feed.
 	Feed bool
 
-	// Port wraps the port of each epoch, for faults of a test's own; nil means
-	// the epoch's.
+	// Port wraps the port of each epoch, so that a test can add faults; nil means no
+	// wrapper.
 	Port func(guard.Port[*Message]) guard.Port[*Message]
 
-	// Opened is called with each epoch's source before it runs; may be nil.
+	// Opened is called with each epoch's source before the source runs; may be nil.
 	Opened func(*guard.Source[*Message], *Epoch)
 
-	// CloseWait is how long the end of ctx waits for handlers; unset means 10s.
+	// CloseWait is how long Run waits for handlers after ctx has ended; unset means 10s.
 	CloseWait time.Duration
 }
 
-// Run consumes a queue through a Guard: the adapter of this broker. It opens a
-// source for each epoch and consumes again when one is revoked or lost. It
-// returns nil when ctx or the Guard has ended, or what [guard.Open] refuses.
+// Run consumes a queue through a Guard: it is the adapter of this broker. It opens a source
+// for each epoch, and consumes again when an epoch is revoked or lost. It returns nil when
+// ctx or the Guard has ended, or the error of [guard.Open].
 func (b *Broker) Run(ctx context.Context, g *guard.Guard, queue string, cfg Guarded, handler func(context.Context, *Message) error) error {
 	for {
 		e, err := b.Consume(ctx, queue, cfg.Consumer)
@@ -66,8 +66,8 @@ func (b *Broker) Run(ctx context.Context, g *guard.Guard, queue string, cfg Guar
 	}
 }
 
-// serve runs one epoch. Run runs on a goroutine of its own: a handler that
-// ignores its context keeps it, and must not keep the epoch.
+// serve runs one epoch. Source.Run has its own goroutine: a handler that ignores its context
+// blocks that goroutine, but must not block the end of the epoch.
 func (b *Broker) serve(ctx context.Context, s *guard.Source[*Message], e *Epoch, cfg Guarded) (over bool, err error) {
 	ran := make(chan error, 1)
 	go func() {
@@ -83,7 +83,7 @@ func (b *Broker) serve(ctx context.Context, s *guard.Source[*Message], e *Epoch,
 	case <-ctx.Done():
 		why, over, returned = guard.ReasonShutdown, true, false
 	case <-e.stop:
-		// The source sees it too; Run returns when the handler does.
+		// The source sees the end too. Run returns when the handler returns.
 		patience := time.NewTimer(cfg.closeWait())
 		select {
 		case err = <-ran:
@@ -102,8 +102,8 @@ func (b *Broker) serve(ctx context.Context, s *guard.Source[*Message], e *Epoch,
 	return over, err
 }
 
-// feed runs a source over a reader of its own, which ends with the epoch or the
-// source.
+// feed runs a source and a goroutine that reads for it. That goroutine ends with the epoch
+// or the source.
 func (e *Epoch) feed(s *guard.Source[*Message]) error {
 	f := s.Feed()
 	var reader sync.WaitGroup
@@ -112,7 +112,7 @@ func (e *Epoch) feed(s *guard.Source[*Message]) error {
 		for m := range e.Messages() {
 			e.handed.Add(-1) // not yet with the guard
 			if _, err := f.Put(e.Context(), m); err != nil {
-				return // it stays unacked, and goes back with the epoch
+				return // the message stays unacked: the end of the epoch gives it back
 			}
 			e.handed.Add(1)
 		}

@@ -22,7 +22,7 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// run is one rule being run against one subject.
+// run is one run of one rule against one subject.
 type run struct {
 	t       testing.TB
 	f       Features
@@ -38,21 +38,21 @@ type run struct {
 	policy   guard.Policy
 	twice    bool
 	writer   *faultyWriter
-	numbers  uint64          // messages published that have a number
-	unnamed  int             // messages published without one
-	dead     map[uint64]bool // to be found among the dead letters
-	ignored  map[uint64]bool // acked without a success
-	again    bool            // duplicates are to be expected
-	disorder bool            // and so is disorder
-	// recoveries is how many outages with errors of unknown class have ended: at the end
-	// of each, one message may succeed before those in front of it.
+	numbers  uint64          // published messages with a number
+	unnamed  int             // published messages without a number
+	dead     map[uint64]bool // messages that must be among the dead letters
+	ignored  map[uint64]bool // messages that are acked without a success
+	again    bool            // duplicates are expected
+	disorder bool            // disorder is expected
+	// recoveries is how many outages with errors of unknown class have ended. At the end
+	// of each outage one message may succeed before the messages in front of it.
 	recoveries int
-	returned   bool // sources ended with messages, which were delivered again
+	returned   bool // a source ended with unsettled messages, which were delivered again
 
 	live     atomic.Pointer[guard.Guard] // guard, for the sampler
 	mu       sync.Mutex
-	controls []guard.Control // seen by the sampler
-	broken   error           // the first account that does not add up
+	controls []guard.Control // all sources that the sampler has seen
+	broken   error           // error of the first account that does not add up
 	samples  int
 	quit     chan struct{}
 	sampler  sync.WaitGroup
@@ -76,7 +76,7 @@ func newRun(t testing.TB, f Features) *run {
 	return x
 }
 
-// span is a time that has to pass.
+// span is virtual, or actual on a real broker.
 func (x *run) span(virtual, actual time.Duration) time.Duration {
 	if x.f.RealTime {
 		return actual
@@ -84,8 +84,8 @@ func (x *run) span(virtual, actual time.Duration) time.Duration {
 	return virtual
 }
 
-// patient is for rules with an outage: nothing succeeds in it, and a message that can be
-// compared with nothing is taken for poison once the source's patience is over.
+// patient raises Retry.Patience, for rules with an outage. In an outage nothing succeeds, and
+// after the patience the guard takes a message for poison if it can compare it with nothing.
 func (x *run) patient() { x.policy.Retry.Patience = 30 * time.Second }
 
 func (x *run) deadline() time.Duration {
@@ -101,7 +101,7 @@ func (x *run) pass(virtual, actual time.Duration) {
 	x.rest()
 }
 
-// rest lets everything come to rest, where that can be known.
+// rest waits until all goroutines are blocked. On a real broker it does nothing.
 func (x *run) rest() {
 	if !x.f.RealTime {
 		synctest.Wait()
@@ -142,7 +142,7 @@ func (x *run) eventually(what string, cond func() bool) {
 	}
 }
 
-// describe is the state of things for a failure's text.
+// describe returns the state of the run, for the text of a failure.
 func (x *run) describe() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%d calls, %d of %d messages handled", x.h.Len(), x.h.Done(), x.numbers)
@@ -161,7 +161,7 @@ func (x *run) describe() string {
 	return b.String()
 }
 
-// start makes a Guard of the rule's policy and starts the consumer.
+// start makes a Guard with the rule's policy and starts the consumer.
 func (x *run) start() {
 	x.t.Helper()
 	cfg := guard.Config{Group: "guardtest", Policy: x.policy}
@@ -171,7 +171,7 @@ func (x *run) start() {
 		opts = x.f.Options()
 	}
 	if !x.f.RealTime && os.Getenv("STORMGUARD_FULL") == "" {
-		opts = append([]guard.Option{guard.WithSeed(1)}, opts...) // a rule that fails has a cause, not bad luck
+		opts = append([]guard.Option{guard.WithSeed(1)}, opts...) // a failure must not depend on chance
 	}
 	x.guard, err = guard.New(cfg, opts...)
 	x.must("guard.New", err)
@@ -196,7 +196,7 @@ func (x *run) stop() {
 	x.close(x.deadline())
 }
 
-// close closes the Guard and checks that it takes no longer than it may.
+// close closes the Guard and checks that Close returns in time.
 func (x *run) close(limit time.Duration) []guard.Report {
 	x.t.Helper()
 	if x.guard == nil {
@@ -230,7 +230,7 @@ func (x *run) publish(n int) {
 	x.must("Publish", x.subject.Publish(x.ctx, ms...))
 }
 
-// message is the next numbered message, of at least size bytes.
+// message makes the next numbered message, of at least size bytes.
 func (x *run) message(size int, headers ...dlq.Header) Publication {
 	x.numbers++
 	p := Publication{Body: Body(x.numbers, size), Headers: headers}
@@ -242,7 +242,7 @@ func (x *run) message(size int, headers ...dlq.Header) Publication {
 
 const keys = 7
 
-// source is the subject's source.
+// source waits for the subject's source and returns it.
 func (x *run) source() guard.Control {
 	x.t.Helper()
 	var s guard.Control
@@ -303,7 +303,7 @@ func (x *run) backlog() Backlog {
 	return back
 }
 
-// finish checks what holds at the end of every rule.
+// finish makes the checks that every rule ends with.
 func (x *run) finish() {
 	x.t.Helper()
 	x.eventually("every message is handled or dead-lettered", func() bool {
@@ -376,8 +376,8 @@ func (x *run) checkEnd() {
 	}
 }
 
-// checkOrder checks that messages succeeded in order, but for those that proved life at
-// the end of an outage. The guard counts these.
+// checkOrder checks that messages succeeded in order. Messages that proved life at the end
+// of an outage are excepted; the guard counts them.
 func (x *run) checkOrder() {
 	x.t.Helper()
 	n, proofs := x.h.overtakers(x.f.Order), 0
@@ -392,7 +392,7 @@ func (x *run) checkOrder() {
 	}
 }
 
-// leave takes down what a failed rule left behind.
+// leave ends the run. It stops the consumer and the Guard if a failed rule has not.
 func (x *run) leave() {
 	if x.running || x.guard != nil {
 		ctx, cancel := context.WithTimeout(x.ctx, 5*time.Second)
@@ -409,7 +409,7 @@ func (x *run) leave() {
 	x.cancel()
 }
 
-// sample looks at the accounts all the time. The run owns it; leave ends it.
+// sample checks the accounts all the time. The run owns its goroutine; leave ends it.
 func (x *run) sample() {
 	tick := time.NewTicker(x.span(7*time.Millisecond, 3*time.Millisecond))
 	defer tick.Stop()
@@ -467,7 +467,7 @@ func (x *run) ackFailures() (n uint64) {
 type faultyWriter struct {
 	mu     sync.Mutex
 	err    error
-	lose   int // confirmations
+	lose   int // number of next confirmations to lose
 	writes int
 }
 
