@@ -15,7 +15,7 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// consume is the function shape.
+// consume runs a claim of the function shape.
 func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
 	ss.leave(c.name)
 	src, err := openClaim(ss, c.name, revoked, func() (*guard.Source[*sarama.ConsumerMessage], error) {
@@ -29,8 +29,8 @@ func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
 	ran := make(chan struct{})
 	go func() {
 		defer close(ran)
-		// Handlers may finish after the session's context is over, so it is not
-		// that which ends the loop but End, below.
+		// Handlers may finish after the session's context is over. So that context does not end
+		// the loop: End, below, does.
 		_ = src.Run(context.WithoutCancel(ss.native.Context()), c.native.Messages())
 	}()
 	ss.await(c, src.Ended(), ran, revoked)
@@ -44,10 +44,11 @@ func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
 	return leftError(c.name, report)
 }
 
-// guarded is the user's handler. To make way for a revoke is no attempt: where it
-// took much of the handler's timeout, the message has its call after it.
+// guarded calls the user's handler. Before, it waits while another claim is being left (makeWay).
+// That wait is no attempt: if it took more than half of the handler's timeout, guarded asks the
+// guard to call it again for this message.
 func (ss *session) guarded(ctx context.Context, m *sarama.ConsumerMessage) error {
-	if ss.yieldUntil.Load() != 0 { // a look at the context would make it cost
+	if ss.yieldUntil.Load() != 0 { // checked before ctx.Done(), which would allocate
 		begun := time.Now()
 		ss.yield(ctx.Done())
 		if 2*time.Since(begun) > ss.timeout {
@@ -59,11 +60,11 @@ func (ss *session) guarded(ctx context.Context, m *sarama.ConsumerMessage) error
 
 var errMakesWay = errors.New("kafka: another claim is being left")
 
-// await waits for the end of a claim: over, its session's, its revoke, or its
-// source's, which somebody else may end while a handler hangs. Meanwhile it marks what
-// is settled: the loop itself does so before it blocks and after 64 messages, which
-// with a backlog and slow handlers is minutes. The session has the claim until
-// ConsumeClaim returns, whoever ends the source, so no mark comes too late.
+// await returns when a claim is revoked, or when its loop (over), its session or its source has
+// ended. Somebody else may end the source while a handler hangs. Meanwhile await marks settled
+// messages. The loop itself marks only before it blocks and after 64 messages: with a backlog and
+// slow handlers that takes minutes. The session has the claim until ConsumeClaim returns,
+// whatever ends the source, so no mark comes too late.
 func (ss *session) await(c *claim, ended, over, revoked <-chan struct{}) {
 	marks := time.NewTicker(markEvery)
 	defer marks.Stop()
@@ -87,9 +88,9 @@ func (ss *session) await(c *claim, ended, over, revoked <-chan struct{}) {
 	}
 }
 
-// awaitEnd gives an eager session, one of whose claims is taken away, time to end: it says
-// whether the program stops. ConsumerGroup.Close ends claims and session in no order. A claim
-// alone ends where the log does not have its offset.
+// awaitEnd waits a short time for the end of an eager session that lost a claim: only the
+// session's end tells whether the program stops. ConsumerGroup.Close ends claims and session in
+// any order. A claim ends without its session when the log does not have its offset.
 func (ss *session) awaitEnd() {
 	late := time.NewTimer(endsTogether)
 	defer late.Stop()
@@ -101,10 +102,11 @@ func (ss *session) awaitEnd() {
 
 const endsTogether = 100 * time.Millisecond
 
-// markEvery is how soon what is settled is marked at the latest.
+// markEvery is how often settled messages are marked, at least.
 const markEvery = 100 * time.Millisecond
 
-// endSource ends a claim's source for the reason that the session shows.
+// endSource ends a claim's source. Its reason is a shutdown if the program stops, otherwise a
+// rebalance.
 func (ss *session) endSource(topic string, end func(context.Context, guard.Reason) guard.Report) guard.Report {
 	why, limit := guard.ReasonRebalance, grace(ss.set.config)
 	if ss.stopped() {
@@ -117,8 +119,8 @@ func (ss *session) endSource(topic string, end func(context.Context, guard.Reaso
 	return report
 }
 
-// stopped tells whether claims end because the program stops. ConsumerGroup.Close ends them
-// itself, and the session of a cooperative group later.
+// stopped tells whether claims end because the program stops. ConsumerGroup.Close itself ends the
+// claims; it ends the session of a cooperative group only later.
 func (ss *session) stopped() bool {
 	select {
 	case <-ss.closed:
@@ -137,7 +139,7 @@ func leftError(source string, r guard.Report) error {
 		source, len(r.Left), r.Left[0].State, r.Left[0].Age.Round(time.Millisecond), r.Left[0].Why)
 }
 
-// sourceConfig is that of a claim's source.
+// sourceConfig is the configuration of a claim's source.
 func (ss *session) sourceConfig(c *claim) guard.SourceConfig {
 	o := &ss.h.opts
 	return guard.SourceConfig{
@@ -146,20 +148,20 @@ func (ss *session) sourceConfig(c *claim) guard.SourceConfig {
 	}
 }
 
-// nameWait is how soon a name that is still taken is tried again. Who has the name is
-// another member's claim, whose source this one has no handle of: [guard.Source.Ended]
-// says the beginning of its end and not the time when its name is free. It is rare, and
-// ends with that claim, or with this one.
+// nameWait is how long openClaim waits before it tries a taken name again. The name belongs to
+// the claim of another member in this process, and this claim has no handle of its source.
+// [guard.Source.Ended] would tell when that source begins to end, not when its name is free. The
+// case is rare, and ends with either claim.
 const nameWait = 20 * time.Millisecond
 
-// openClaim opens the source of a claim. One of the same name may be on its way
-// out: another member of the group in this process that overstays. Without an
-// error there is none if the claim is over before it began. What the guard refuses for
-// another reason it would refuse again.
+// openClaim opens the source of a claim. If another member of the group in this process still has
+// a source of that name, openClaim waits until that source has ended. It returns nil without an
+// error if the claim is over before it began. Any other refusal is final: the guard would refuse
+// again.
 func openClaim[M any](ss *session, name string, revoked <-chan struct{}, open func() (*guard.Source[M], error)) (*guard.Source[M], error) {
 	o := &ss.h.opts
 	said := false
-	for free := false; ; { // as the look before saw it: the other may have ended after it was refused
+	for free := false; ; { // free at the look before: the other may end after the refusal
 		src, err := open()
 		if err == nil {
 			return src, nil

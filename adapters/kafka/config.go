@@ -18,25 +18,25 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// settle is what is left of the rebalance timeout, beside the heartbeat that
-// brings the news, for the last commit and for joining again.
+// settleTime is the part of the rebalance timeout for the last commit and for joining again. The
+// heartbeat that tells of the rebalance needs another part.
 const settleTime = 2 * time.Second
 
 // margin is how much earlier than the rebalance timeout a claim must be left.
 func margin(c *sarama.Config) time.Duration { return c.Consumer.Group.Heartbeat.Interval + settleTime }
 
-// grace is how long a claim may take to be left once it is revoked.
+// grace is how long a claim may take to end after its revoke.
 func grace(c *sarama.Config) time.Duration { return c.Consumer.Group.Rebalance.Timeout - margin(c) }
 
-// limits are the broker's, for one claim.
+// limits are the broker's limits for one claim.
 func limits(c *sarama.Config) guard.Limits {
 	return guard.Limits{RevokeGrace: grace(c), EndsWithInput: true}
 }
 
-// Check reports everything that Setup of [Wrap] would refuse about a
-// configuration, all at once, so that a program knows before it joins a group.
-// nil means that Setup takes it, unless retry topics do not fit the group's topics, which
-// only the session tells. Use [CheckHandler] for [WrapHandler].
+// Check reports all faults of a configuration that the Setup of [Wrap] would refuse, so that a
+// program knows before it joins a group. After nil, Setup accepts the configuration, unless retry
+// topics do not fit the group's topics: only the session tells that. Use [CheckHandler] for
+// [WrapHandler].
 func Check(g *guard.Guard, config *sarama.Config, opts ...Option) error {
 	return check(g, config, false, opts)
 }
@@ -61,7 +61,7 @@ func check(g *guard.Guard, config *sarama.Config, passive bool, opts []Option) e
 	return errors.Join(errs...)
 }
 
-// refused reports what cannot be run safely.
+// refused reports settings that cannot be run safely.
 func (o *options) refused(g *guard.Guard, c *sarama.Config, passive bool) error {
 	policy := g.Config().Policy
 	if o.policy != nil {
@@ -118,10 +118,10 @@ func (o *options) refused(g *guard.Guard, c *sarama.Config, passive bool) error 
 	return errors.Join(errs...)
 }
 
-// defaultTimeout is the Policy's.
+// defaultTimeout is the default of Policy.Timeout.
 const defaultTimeout = 30 * time.Second
 
-// timeout is the handler's.
+// timeout is the handler's timeout.
 func (o *options) timeout(g *guard.Guard) time.Duration {
 	policy := g.Config().Policy
 	if o.policy != nil {
@@ -130,7 +130,7 @@ func (o *options) timeout(g *guard.Guard) time.Duration {
 	return cmp.Or(policy.Timeout, defaultTimeout)
 }
 
-// order is what the handler's messages keep.
+// order is the order of the policy.
 func (o *options) order(g *guard.Guard) guard.Order {
 	if o.policy != nil {
 		return o.policy.Order
@@ -138,8 +138,9 @@ func (o *options) order(g *guard.Guard) guard.Order {
 	return g.Config().Policy.Order
 }
 
-// passivePolicy is the policy of a passive source. Who marks the last of several has asked
-// for as many as the window has, in no order.
+// passivePolicy is the policy of a passive source. With [WithBatchMarks] and without
+// Policy.Workers, as many messages may be out as the window has, maxOut at most, and OrderSource
+// becomes OrderNone.
 func (o *options) passivePolicy(g *guard.Guard) *guard.Policy {
 	policy := g.Config().Policy
 	if o.policy != nil {
@@ -155,7 +156,7 @@ func (o *options) passivePolicy(g *guard.Guard) *guard.Policy {
 	return &policy
 }
 
-// maxOut is the default window, and the most Workers.
+// maxOut is the default window, and the largest number of Workers.
 const maxOut = 1024
 
 // cooperative tells whether a revoke leaves the session's context alive: all
@@ -181,10 +182,9 @@ type settings struct {
 	group  string
 }
 
-// look finds the settings of sarama's own session, which has no method for
-// them. It reads unexported fields by name and exact type; where these are not
-// what they were, or the session is somebody else's, it finds nothing, and Setup
-// asks for [WithConfig].
+// look finds the settings of sarama's own session, which has no method for them. It reads
+// unexported fields by name and exact type. If sarama has changed them, or the session is not
+// sarama's own, look finds nothing, and Setup asks for [WithConfig].
 func look(s sarama.ConsumerGroupSession) (found settings) {
 	v := reflect.ValueOf(s)
 	for _, name := range []string{"", "parent"} {
@@ -208,7 +208,7 @@ func look(s sarama.ConsumerGroupSession) (found settings) {
 	return found
 }
 
-// settingsOf joins what the options say with what the session shows.
+// settingsOf takes the settings from the options, and missing ones from the session.
 func (o *options) settingsOf(g *guard.Guard, s sarama.ConsumerGroupSession) (settings, error) {
 	set := look(s)
 	if o.client != nil {
@@ -229,28 +229,27 @@ func (o *options) settingsOf(g *guard.Guard, s sarama.ConsumerGroupSession) (set
 	return set, nil
 }
 
-// stopping tells whether a session's context is over because the program stops. If it
-// is not, the group rebalances or the session broke.
+// stopping tells whether a session's context is over because the program stops. Otherwise the
+// group rebalances or the session broke.
 //
-// sarama derives the session's context from the one that Consume was given. The program
-// stops if that one is over, whatever its cause: signal.NotifyContext names the signal
-// there, and a program may name a cause of its own. ConsumerGroup.Close ends the
-// session's context alone and without a cause. A cooperative member that fails to join
-// again does the same, and the context does not tell the two apart. Its handlers then have
-// [WithStopTimeout], and may run beside the partitions' next owners for that long, never
-// longer than a revoke may take.
+// sarama derives the session's context from the context given to Consume. If the given context is
+// over, the program stops, whatever the cause: signal.NotifyContext puts the signal there, and a
+// program may put its own cause. ConsumerGroup.Close ends only the session's context, without a
+// cause. So does a cooperative member that fails to join again: the context does not tell the two
+// apart. The handlers of such a member then have [WithStopTimeout]. For that long they may run
+// beside the partitions' next owners, but never longer than a revoke may take.
 func stopping(ctx context.Context) bool {
 	if given := parentOf(ctx); given != nil && given.Err() != nil {
 		return true
 	}
-	// The causes themselves: the timeout of a dial, by which sarama may end a session too, is a
-	// DeadlineExceeded to errors.Is.
+	// Not errors.Is: it takes the timeout of a dial, by which sarama may also end a session, for
+	// a DeadlineExceeded.
 	cause := context.Cause(ctx)
 	return cause == context.Canceled || cause == context.DeadlineExceeded //nolint:errorlint // see above
 }
 
-// parentOf is the context that a context of package context was derived from; nil if
-// it is not found. Package context embeds it.
+// parentOf is the parent of a context of package context, which embeds its parent; nil if it is
+// not found.
 func parentOf(ctx context.Context) context.Context {
 	v := reflect.ValueOf(ctx)
 	if v.Kind() != reflect.Pointer || v.IsNil() || v.Elem().Kind() != reflect.Struct {

@@ -21,8 +21,8 @@ import (
 )
 
 const (
-	// sessionSlack is how long after [WithStopTimeout] sarama may take to end a session:
-	// its last commit, its fetches under way, its leaving of the group.
+	// sessionSlack is how long after [WithStopTimeout] sarama may take to end a session: for its
+	// last commit, its running fetches and leaving the group.
 	sessionSlack = 2 * time.Second
 	// claimSlack is how long the last commit of a claim's retry topics may take.
 	claimSlack = settleTime
@@ -31,22 +31,26 @@ const (
 	againMost  = 10 * time.Second
 )
 
-// Consume runs a consumer group with a handler of [Wrap] or [WrapHandler], or one that
-// decorates it, until ctx ends, and closes the group. It joins again after each rebalance
-// and, with a growing wait of 10s at most, after each error, which it logs: a new one at
-// once, and the same one again after 30s at the earliest, with its count. It logs to the
-// handler's logger, or to [slog.Default] before the Setup of a decorated one.
+// Consume runs a consumer group until ctx ends, and then closes the group. h is a handler of
+// [Wrap] or [WrapHandler], or decorates one. Consume joins again after each rebalance and after
+// each error. After errors it waits first, each time longer, up to 10s.
 //
-// It returns nil after a stop, and at once what no further try can mend: what the handler
-// refuses, such as [ErrUnsuitable] and [guard.ErrClosed], or the guard for a claim of it;
-// [sarama.ErrClosedConsumerGroup] and [sarama.ErrClosedClient] if somebody else closed
-// the group or its client.
+// It logs a new error at once, and the same error again after 30s at the earliest, with its
+// count. It logs to the handler's logger. Before the first Setup of a decorated handler, that is
+// [slog.Default].
 //
-// It returns within [WithStopTimeout] and 2s after the end of ctx, whatever the network
-// does. sarama alone does not: the requests by which it ends a session heed no context,
-// take up to Net.DialTimeout and Net.ReadTimeout (30s) each if the broker is silent, and
-// are repeated. If they have not ended in time, Consume leaves them and says so by its
-// error. The process may end then: what is not committed is delivered again.
+// Consume returns nil after a stop. It returns an error at once if another try cannot help:
+//
+//   - the handler refuses to start, for example with [ErrUnsuitable] or [guard.ErrClosed];
+//   - the guard refuses one of the handler's claims;
+//   - somebody else closed the group or its client ([sarama.ErrClosedConsumerGroup],
+//     [sarama.ErrClosedClient]).
+//
+// It returns within [WithStopTimeout] and 2s after the end of ctx, whatever the network does.
+// sarama alone does not: the requests that end a session ignore the context and are repeated. If
+// the broker is silent, each takes up to Net.DialTimeout and Net.ReadTimeout (30s each). If they
+// have not ended in time, Consume leaves them running and returns an error that says so. The
+// process may end then: uncommitted messages are delivered again.
 func Consume(ctx context.Context, group sarama.ConsumerGroup, topics []string, h sarama.ConsumerGroupHandler) error {
 	c := &consuming{log: slog.Default(), topics: topics}
 	switch own, ok := h.(*handler); {
@@ -88,13 +92,13 @@ type consuming struct {
 
 	mu    sync.Mutex
 	log   *slog.Logger
-	own   []*handler // that this call runs
-	said  string     // the error that was logged last …
-	at    time.Time  // … when
-	times int        // … and how often it came since
+	own   []*handler // the handlers that this call runs
+	said  string     // the error that was logged last
+	at    time.Time  // when said was logged
+	times int        // how often said has come since at
 }
 
-// join takes a handler that this call runs; its Setup calls it each time.
+// join adds a handler that this call runs. Setup of that handler calls join in each session.
 func (c *consuming) join(h *handler) {
 	h.seen(c.topics)
 	c.mu.Lock()
@@ -120,7 +124,7 @@ func (c *consuming) logger() *slog.Logger {
 	return c.log
 }
 
-// limit is how long after the end of its context Consume waits.
+// limit is how long Consume waits after the end of its context.
 func (c *consuming) limit() time.Duration {
 	stop := time.Duration(0)
 	for _, h := range c.handlers() {
@@ -158,14 +162,14 @@ func (c *consuming) always(ctx context.Context, group sarama.ConsumerGroup, topi
 	return nil
 }
 
-// final tells whether an error will be the same the next time.
+// final tells whether the next try would return the same error.
 func final(err error) bool {
 	return errors.As(err, new(refusal)) || errors.Is(err, ErrUnsuitable) || errors.Is(err, guard.ErrClosed) ||
 		errors.Is(err, sarama.ErrClosedConsumerGroup) || errors.Is(err, sarama.ErrClosedClient)
 }
 
-// ends takes what the guard has refused for good, and what claims have ended with:
-// sarama tells that to the group's Errors alone, and Consume returns nil.
+// ends takes the refusals of the guard and the errors that claims have ended with. sarama sends
+// both only to the group's Errors, and its Consume returns nil.
 func (c *consuming) ends() (refused, claims error) {
 	for _, h := range c.handlers() {
 		refused = cmp.Or(refused, h.takeRefused())
@@ -177,7 +181,7 @@ func (c *consuming) ends() (refused, claims error) {
 	return refused, claims
 }
 
-// warn logs an error that is new, or the same one after sayAgain with its count.
+// warn logs a new error at once, and the same error again after sayAgain, with its count.
 func (c *consuming) warn(topics []string, err error, wait time.Duration) {
 	c.mu.Lock()
 	log, text, now := c.log, err.Error(), time.Now()

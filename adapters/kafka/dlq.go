@@ -16,31 +16,35 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-// DLQ writes dead letters to Kafka, each confirmed by all in-sync replicas. It is
-// a [dlq.Writer], safe for concurrent use. A dead letter keeps key, body,
-// headers and, where the DLQ has as many partitions, its partition; the headers
-// of the dialect say where it was and why it is dead. An original header that has a name
-// of theirs, or one that [dlq.Encode] leaves out, is kept as "kept-" and its name. The
-// letter's [dlq.Record.ID] recognises a twin, which a crash between write and mark
-// leaves. The record's time is that of the message; a topic that this package creates
-// keeps the time of death instead (LogAppendTime), so that retention counts from there,
-// and the message's own is in a header.
+// DLQ writes dead letters to Kafka, each confirmed by all in-sync replicas. It is a [dlq.Writer],
+// safe for concurrent use.
+//
+// A dead letter keeps the message's key, body and headers, and its partition if the DLQ has that
+// partition. The headers of the dialect say where the message was and why it is dead. An original
+// header "x" is renamed to "kept-x" if the dialect uses its name, or if [dlq.Encode] leaves it
+// out. A crash between write and mark leaves a second dead letter: both have the same
+// [dlq.Record.ID].
+//
+// The record has the message's time. A topic that this package creates has the time of death
+// instead (LogAppendTime), so that retention counts from there. The message's time is then in a
+// header.
 type DLQ struct {
 	cfg    DLQConfig
 	client sarama.Client
 	out    *cluster.Sender
-	max    map[string]int // a record's largest size for a topic
+	max    map[string]int // largest record of each topic, in bytes
 }
 
 var _ dlq.Writer = (*DLQ)(nil)
 
-// NewDLQ connects and creates or checks the topics. config is for connecting:
-// addresses, TLS, SASL, Version, retries and sizes are taken from a copy of it, and
-// what makes a producer safe is set there: Producer.Idempotent,
-// Producer.RequiredAcks = WaitForAll, Net.MaxOpenRequests = 1. Where messages of a source
-// come compressed, set Producer.Compression too: a topic's max.message.bytes is of the
-// compressed size. nil means sarama's defaults. A transactional id is refused. What is wrong with a topic is
-// an [ErrUnsuitable] that names the command that mends it. Close it last.
+// NewDLQ connects to addrs, and creates or checks the topics. An unsuitable topic is an
+// [ErrUnsuitable] that names the command that mends it. Close the DLQ last.
+//
+// config is for connecting: TLS, SASL, Version, retries and sizes are taken from a copy of it.
+// nil means sarama's defaults. NewDLQ sets what makes a producer safe: Producer.Idempotent,
+// Producer.RequiredAcks = WaitForAll, Net.MaxOpenRequests = 1. A transactional id is refused. If
+// the messages of a source come compressed, set Producer.Compression too: a topic's
+// max.message.bytes limits the compressed size.
 func NewDLQ(addrs []string, config *sarama.Config, cfg DLQConfig) (*DLQ, error) {
 	if config == nil {
 		config = sarama.NewConfig()
@@ -72,23 +76,25 @@ func newDLQ(client sarama.Client, cfg DLQConfig) (*DLQ, error) {
 	return d, nil
 }
 
-// Close waits for writes under way, 1s at most, and disconnects. It says how many are left.
+// Close waits for writes under way, 1s at most, and disconnects. The error tells how many writes
+// are left.
 func (d *DLQ) Close() error { return d.out.Close() }
 
-// errDLQClosed is a Write after [DLQ.Close], unless sarama's client says so first.
+// errDLQClosed is the error of a Write after [DLQ.Close], unless sarama's client fails first.
 var errDLQClosed = errors.New("kafka: DLQ closed")
 
-// Write writes a dead letter and waits until all in-sync replicas have it, or ctx
-// ends; what was sent then may arrive all the same. Until the broker has answered that,
-// another dead letter for the same partition is an error. A record over the topic's or
-// the client's limit is a [*dlq.TooLargeError], where the configuration compresses only
-// when the broker says so; a topic that does not exist, or
-// is not ours to write to, is a [dlq.ErrRefused].
+// Write writes a dead letter and waits until all in-sync replicas have it, or ctx ends. After ctx
+// has ended, the dead letter may still arrive. Until the broker has answered, another Write to
+// the same partition is an error.
+//
+// A record over the topic's or the client's limit is a [*dlq.TooLargeError]. If the configuration
+// compresses, only the broker decides whether a record is too large. A topic that does not exist,
+// or that the client may not write to, is a [dlq.ErrRefused].
 func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	topic := d.cfg.name(r.Origin.Source)
 	m := &sarama.ProducerMessage{Topic: topic, Value: sarama.ByteEncoder(r.Body), Timestamp: r.Timestamp}
 	if r.Body == nil {
-		m.Value = nil // a tombstone stays one
+		m.Value = nil // a tombstone stays a tombstone
 	}
 	if r.Key != nil {
 		m.Key = sarama.ByteEncoder(r.Key)
@@ -111,22 +117,22 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	return d.explain(topic, m, err)
 }
 
-// keptPrefix begins the name of an original header that [dlq.Encode] leaves out of a dead
-// letter: x-death and the like, and those of an earlier death.
+// keptPrefix begins the new name of an original header that [dlq.Encode] leaves out of a dead
+// letter: x-death and the like, and headers of an earlier death.
 const keptPrefix = "kept-"
 
-// headers are those of the dead letter of r. Kafka itself gives no header a meaning, so
-// what Encode leaves out is the program's: it stays under another name, unless an earlier
-// death has kept that.
+// headers are the headers of r's dead letter. Kafka itself gives no header a meaning, so a header
+// that Encode leaves out belongs to the program. It stays under another name, unless an earlier
+// death has kept that name.
 func (d *DLQ) headers(r *dlq.Record) []dlq.Header {
 	all := dlq.Encode(r, d.cfg.Dialect)
 	bare := *r
 	bare.Headers = nil
-	stay := all[:len(all)-len(dlq.Encode(&bare, d.cfg.Dialect))] // of r.Headers, in their order
+	stay := all[:len(all)-len(dlq.Encode(&bare, d.cfg.Dialect))] // those of r.Headers, in their order
 	if len(stay) == len(r.Headers) {
 		return all
 	}
-	before := make(map[string]bool, len(stay)) // kept by an earlier death: they do not grow with each
+	before := make(map[string]bool, len(stay)) // so a second death keeps no header again
 	for _, h := range stay {
 		before[h.Name] = true
 	}
@@ -157,9 +163,8 @@ func (d *DLQ) explain(topic string, m *sarama.ProducerMessage, err error) error 
 	return fmt.Errorf("kafka: dead letter to %s: %w", topic, err)
 }
 
-// partitionFor is the source's own partition if the topic has it. Otherwise the
-// messages of a key stay together, and of those without one each source's
-// partition.
+// partitionFor is the source's own partition if the topic has it. Otherwise messages of one key
+// go to one partition, and messages without a key follow the partition of their source.
 func partitionFor(r *dlq.Record, n int32) int32 {
 	if n < 1 {
 		return 0
@@ -189,11 +194,10 @@ func headerBytes(v any) []byte {
 	return fmt.Append(nil, v)
 }
 
-// ReadDeadLetter reads a dead letter, in whatever dialect it was written, from a
-// message of a DLQ. Where no dialect is recognised, the origin is that of the
-// message itself. The record shares the message's key and body. err joins a
-// an error for each header that cannot be read; the rest is decoded
-// all the same.
+// ReadDeadLetter decodes a dead letter from a message of a DLQ, whatever its dialect. If no
+// dialect is recognised, the record's origin is the message itself. The record shares the
+// message's key and body. err joins an error for each header that cannot be read; the rest is
+// decoded all the same.
 func ReadDeadLetter(m *sarama.ConsumerMessage) (dlq.Record, error) {
 	r, dialect, err := dlq.Decode(cluster.Headers(m.Headers))
 	r.Key, r.Body = m.Key, m.Value

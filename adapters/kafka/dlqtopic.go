@@ -16,40 +16,40 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-// DLQConfig describes where dead letters go. The zero value needs Sources, and
-// writes what dies in "orders" to "orders.dlq".
+// DLQConfig says where dead letters go. By default only Sources is required, and dead letters of
+// "orders" go to "orders.dlq".
 type DLQConfig struct {
-	// Topic is the topic; {topic} stands for the source's and {group} for the
-	// consumer group. Unset means "{topic}.dlq".
+	// Topic names the topic of dead letters. {topic} stands for the source's topic and {group}
+	// for Group. Unset means "{topic}.dlq".
 	Topic string
 
-	// Sources are the topics whose messages may die. They are needed if Topic has
-	// a {topic} in it; a topic that is created gets as many partitions as the
-	// largest of its sources. A source must be there: a missing one is an
-	// [ErrUnsuitable], and then no topic is created.
+	// Sources are the topics whose messages may become dead letters. They are required if Topic
+	// has a {topic} in it. A topic that is created gets as many partitions as the largest of its
+	// sources. All sources must exist: a missing one is an [ErrUnsuitable], and then no topic is
+	// created.
 	Sources []string
 
-	// Group is what {group} stands for, where Topic has it.
+	// Group replaces {group} in Topic. It is required if Topic has a {group}.
 	Group string
 
-	// Dialect is how headers tell why a message is dead; unset means
+	// Dialect is the format of the headers that tell why a message is dead. Unset means
 	// stormguard's own.
 	Dialect dlq.Dialect
 
-	// NoCreate refuses a topic that does not exist, with the command that creates
-	// it, instead of creating it.
+	// NoCreate refuses a missing topic instead of creating it. The error has the command that
+	// creates it.
 	NoCreate bool
 
-	// Partitions of a topic that is created, from 1 to 10,000; unset means those
-	// of the largest source, or 1.
+	// Partitions is the number of partitions of a topic that is created, from 1 to 10,000. Unset
+	// means the number of the largest source, or 1.
 	Partitions int32
 
-	// Replicas of a topic that is created, from 1 to 32767; unset means the
-	// broker's default.replication.factor.
+	// Replicas is the number of replicas of a topic that is created, from 1 to 32767. Unset
+	// means the broker's default.replication.factor.
 	Replicas int16
 
-	// Retention of a topic that is created; unset means that nothing is deleted.
-	// At least 1h.
+	// Retention is how long a topic that is created keeps dead letters, at least 1h. Unset means
+	// that nothing is deleted.
 	Retention time.Duration
 }
 
@@ -98,12 +98,12 @@ func (c DLQConfig) topic() string {
 	return c.Topic
 }
 
-// name is where what dies in a topic goes.
+// name is the topic of the dead letters of source.
 func (c DLQConfig) name(source string) string {
 	return strings.NewReplacer("{topic}", source, "{group}", cluster.InTopic(c.Group)).Replace(c.topic())
 }
 
-// ensureTopics creates the topics of a DLQ, or checks those that are there.
+// ensureTopics creates the topics of a DLQ, or checks existing ones.
 func (d *DLQ) ensureTopics() error {
 	in, err := cluster.NewAdmin(d.client)
 	if err != nil {
@@ -140,10 +140,10 @@ func (d *DLQ) ensureTopics() error {
 	return errors.Join(errs...)
 }
 
-// demands are what the sources of a DLQ ask of it.
+// demands are what the topic of a DLQ must have for its sources.
 type demands struct {
 	partitions int32
-	size       int64 // of the largest message
+	size       int64 // the largest max.message.bytes of the sources
 }
 
 func (d *DLQ) ensureTopic(in *cluster.Admin, name string, want demands) error {

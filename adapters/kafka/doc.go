@@ -3,55 +3,57 @@
 
 // Package guardkafka guards sarama consumer groups.
 //
-// [Wrap] is the shape to choose: a plain function becomes a consumer group's
-// handler, and each message is handled, retried, held or dead-lettered as package
-// guard decides. [WrapHandler] keeps a handler that exists already and marks by
-// itself; its comment lists what that shape cannot do.
+// Start with [Wrap]: it makes a consumer group's handler from a plain function. Package guard
+// decides for each message whether it is handled, retried, held or dead-lettered. [WrapHandler]
+// is for a program that already has a handler, which marks messages itself. Its comment lists
+// what it cannot do.
 //
-// [NewDLQ] makes a writer of dead letters. [Check] says before the start what
-// Setup would refuse, [Inspect] what else would lose or hide messages, and
-// [WatchErrors] what sarama only tells on a channel.
+// [NewDLQ] makes a writer of dead letters. [Check] tells before the start what Setup would
+// refuse. [Inspect] finds other settings that would lose or hide messages. [WatchErrors] logs
+// errors that sarama sends only to a channel.
 //
-// # What is marked
+// # Marks
 //
-// Kafka keeps one position for a group and partition. What is marked here is the
-// low watermark: the end of the prefix of delivered messages that are settled. A
-// message that waits for its retry, its probe or its dead letter keeps all behind
-// it unmarked, however many of them are done; they are handled again if the partition
-// moves meanwhile. They count towards Policy.Window, so a window of them is the most:
-// then intake stops until that message is settled. Held messages are a bounded
-// window in front of the log; nothing is marked because it is in there.
+// Kafka keeps one position for each group and partition. The adapter marks the low watermark: the
+// offset below which all delivered messages are settled. A message that waits for its retry, its
+// probe or its dead letter keeps all later messages unmarked, even those that are done. If the
+// partition moves meanwhile, they are handled again. They count towards Policy.Window, so there
+// is at most a window of them: then intake stops until the waiting message is settled. Held
+// messages are a bounded window in front of the log. A message is never marked because it is
+// held.
 //
-// # What happens when
+// # Rebalances and faults
 //
-// A rebalance, eager or cooperative: what is held is dropped, the handler's
-// context ends, what is settled is marked, and the claim is left well within the
-// rebalance timeout. A breaker that is open stays so in the process that opened
-// it; who gets the partition finds out for itself. A leader moves, a broker
-// restarts: sarama reads on, and what could not be committed is handled again. A
-// topic is deleted: its claims end once the group's leader has looked at the
-// topics again (Metadata.RefreshFrequency, 10min), and Consume returns an error
-// until it is there again. The process is killed: what was handled since the last commit
-// (Consumer.Offsets.AutoCommit.Interval, 1s) is handled again, and what was handled
-// behind a message that waits, a window at most.
+//   - A rebalance, eager or cooperative: the claim ends well within the rebalance timeout. Its
+//     held messages are dropped, its handlers are cancelled, and its settled messages are marked.
+//     An open breaker stays open in this process. The partition's next owner must find out for
+//     itself.
+//   - A leader moves, or a broker restarts: sarama reads on. Messages that could not be committed
+//     are handled again.
+//   - A topic is deleted: its claims end when the group's leader has looked at the topics again
+//     (Metadata.RefreshFrequency, 10min). sarama's Consume returns an error until the topic is
+//     back.
+//   - The process is killed: messages handled since the last commit
+//     (Consumer.Offsets.AutoCommit.Interval, 1s) are handled again. So are messages handled
+//     behind a waiting one, a window at most.
 //
 // # Retry topics
 //
-// With [WithRetryTopics] a message whose attempts are used up is parked in a topic
-// for minutes or hours before it is handled again, and the later messages of its
-// key follow it. [NewRetryTopics] makes or checks the topics.
+// With [WithRetryTopics] a message whose attempts are used up is parked: it waits in a topic for
+// minutes or hours, and is then handled again. The later messages of its key follow it into the
+// topic. [NewRetryTopics] makes or checks the topics.
 //
 // # Attempts
 //
-// Kafka counts no deliveries. Attempts are counted in memory, for one claim: after
-// a rebalance a message begins anew, so it may get more attempts than the policy
-// says, never fewer. What is parked takes its count along.
+// Kafka does not count deliveries. The guard counts attempts in memory, for one claim. After a
+// rebalance the count starts again, so a message may get more attempts than the policy says,
+// never fewer. A parked message takes its count along.
 //
 // # Transactions
 //
-// A handler may use a transactional producer of its own. It must not add the
-// consumed offset to the transaction, and must return the error when it aborts:
-// the message is then handled again in its place. A loop that goes on after an
-// abort loses what it aborted, since the next mark passes it, with or without
-// [WrapHandler] and MarkMessage; tell it by [Fail].
+// A handler may use its own transactional producer. It must not add the consumed offset to the
+// transaction. When the transaction aborts, it must return the error: the message is then handled
+// again in its place. A loop that goes on after an abort loses the aborted messages, because its
+// next mark passes them. That is so with or without [WrapHandler] and MarkMessage: report the
+// abort by [Fail].
 package guardkafka

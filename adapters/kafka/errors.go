@@ -11,8 +11,8 @@ import (
 
 // Errors to branch on.
 var (
-	// ErrUnsuitable means that a client, group or topic is configured in a way
-	// that the guard cannot keep its promises with; the text says what to set.
+	// ErrUnsuitable means that the guard cannot keep its promises with the configuration of a
+	// client, group or topic. The text says what to set.
 	ErrUnsuitable = cluster.ErrUnsuitable
 
 	// errNotWrapped means that [Fail] was given a session that is not the one

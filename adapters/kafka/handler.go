@@ -20,16 +20,16 @@ type handler struct {
 	handle   func(context.Context, *sarama.ConsumerMessage) error // function shape
 	existing sarama.ConsumerGroupHandler                          // passive shape
 	opts     options
-	err      error // what is wrong with the options
+	err      error // faults of the options
 
 	mu       sync.Mutex
 	sessions map[sarama.ConsumerGroupSession]*session
-	refused  error               // what the guard has refused a claim for, until somebody takes it
-	claimErr error               // what a claim has ended with; Consume takes it
+	refused  error               // why the guard refused a claim, until takeRefused takes it
+	claimErr error               // the error that a claim ended with, until Consume takes it
 	failing  map[string]*failing // by topic; passive shape
-	topics   []string            // seen so far
+	topics   []string            // the topics that the handler knows; see seen
 
-	saidUnopened time.Time // that a claim did not open, where no Consume says it
+	saidUnopened time.Time // when Cleanup last logged that a claim did not open; unused under Consume
 }
 
 func newHandler(g *guard.Guard, opts []Option) *handler {
@@ -41,17 +41,18 @@ func newHandler(g *guard.Guard, opts []Option) *handler {
 	return h
 }
 
-// joinKey is the key of a func(*handler) in the context of a session: by it a handler that
-// others decorate joins the [Consume] that runs it.
+// joinKey is the context key of a func(*handler). [Consume] puts that function into the context
+// of its sessions, and Setup calls it: so a handler inside a decorator joins the Consume that
+// runs it.
 type joinKey struct{}
 
-// refusal is an error of Setup that will be the same the next time.
+// refusal is an error of Setup that the next Setup would return again.
 type refusal struct{ error }
 
 func (r refusal) Unwrap() error { return r.error }
 
-// refuse keeps what the guard refuses: sarama would begin session after session and tell
-// it to the group's Errors alone. [Consume] returns it, or the next Setup does.
+// refuse keeps the guard's refusal of a claim. [Consume] returns it, or the next Setup does.
+// sarama alone would begin session after session, and send it only to the group's Errors.
 func (h *handler) refuse(err error) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()

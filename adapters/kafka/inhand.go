@@ -18,13 +18,13 @@ import (
 // out is one attempt that a wrapped handler has in hand.
 type out struct {
 	m     *taken
-	msg   *sarama.ConsumerMessage // as handed out
+	msg   *sarama.ConsumerMessage // the pointer that was handed out for this attempt
 	token guard.Token
-	turn  uint64    // its place in the order in which they were handed out, from 1
-	at    time.Time // when it was taken
+	turn  uint64    // position in the order of handing out, from 1
+	at    time.Time // when the handler took the message
 }
 
-// handOut gives the handler what may be handled.
+// handOut gives the handler the messages that may be handled now.
 func (w *wrappedClaim) handOut(leave <-chan struct{}) {
 	defer close(w.gone)
 	defer func() { close(w.feed) }()
@@ -70,8 +70,8 @@ func (w *wrappedClaim) handOut(leave <-chan struct{}) {
 	}
 }
 
-// renew closes what the call before reads: a goroutine that it has left behind must not take
-// messages from the next one.
+// renew makes a new feed for the next call and closes that of the call before. A goroutine that
+// the call before left behind must not take messages of the next one.
 func (w *wrappedClaim) renew() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -79,8 +79,7 @@ func (w *wrappedClaim) renew() {
 	w.feed = make(chan *sarama.ConsumerMessage)
 }
 
-// hand registers an attempt. It is registered before it is handed over, since
-// its mark may come at once.
+// hand registers an attempt before it is handed over, since its mark may come at once.
 func (w *wrappedClaim) hand(it guard.Item[*taken]) *out {
 	o := &out{m: it.Msg, msg: it.Msg.ConsumerMessage, token: it.Token}
 	o.m.at.Store(nil)
@@ -113,7 +112,7 @@ func (w *wrappedClaim) settleDown() {
 	}
 }
 
-// take takes a message out of the handler's hand; nil if it is not there.
+// take takes a message out of the handler's hand; nil if the handler does not have it.
 func (w *wrappedClaim) take(m *sarama.ConsumerMessage) *out {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -124,8 +123,8 @@ func (w *wrappedClaim) take(m *sarama.ConsumerMessage) *out {
 	return o
 }
 
-// findLocked is the attempt that a message in the handler's hand belongs to. A
-// pointer that was handed out for an earlier attempt is not this one's.
+// findLocked is the attempt that a message in the handler's hand belongs to. nil if there is
+// none, or if the pointer was handed out for an earlier attempt.
 func (w *wrappedClaim) findLocked(m *sarama.ConsumerMessage) *out {
 	o := w.out[m.Offset]
 	if o == nil || m != o.msg && slices.Contains(o.m.attempts, m) {
@@ -134,7 +133,7 @@ func (w *wrappedClaim) findLocked(m *sarama.ConsumerMessage) *out {
 	return o
 }
 
-// mark is MarkMessage.
+// mark implements MarkMessage.
 func (w *wrappedClaim) mark(m *sarama.ConsumerMessage, meta string) {
 	w.claim.marks.Resumed()
 	if w.ss.h.opts.batchMarks {
@@ -146,8 +145,8 @@ func (w *wrappedClaim) mark(m *sarama.ConsumerMessage, meta string) {
 	}
 }
 
-// markBatch is MarkMessage of the last of several. Retries come between others, so
-// it is the order of handing out that counts, not that of the offsets.
+// markBatch implements MarkMessage for the last message of a batch. It goes by the order of
+// handing out, not by offsets, since retries come between other messages.
 func (w *wrappedClaim) markBatch(m *sarama.ConsumerMessage, meta string) {
 	w.mu.Lock()
 	last := w.findLocked(m)
@@ -162,7 +161,7 @@ func (w *wrappedClaim) markBatch(m *sarama.ConsumerMessage, meta string) {
 	w.done(w.takeWhere(func(o *out) bool { return o.turn <= last.turn }), meta)
 }
 
-// markBelow is MarkOffset.
+// markBelow implements MarkOffset.
 func (w *wrappedClaim) markBelow(offset int64, meta string) {
 	w.claim.marks.Resumed()
 	w.mu.Lock()
@@ -174,8 +173,8 @@ func (w *wrappedClaim) markBelow(offset int64, meta string) {
 	w.done(w.takeWhere(func(o *out) bool { return o.m.Offset < offset }), meta)
 }
 
-// takeWhere takes messages out of the handler's hand, the oldest first; never the
-// one that waits to be taken.
+// takeWhere takes messages out of the handler's hand, in ascending order of their offsets, but
+// never the message that still waits to be taken (sending).
 func (w *wrappedClaim) takeWhere(which func(*out) bool) []*out {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -198,10 +197,10 @@ func (w *wrappedClaim) done(os []*out, meta string) {
 	for _, o := range os {
 		o.m.meta = meta
 		if over {
-			// A mark from Cleanup, or from a worker that outlived its loop: the
-			// source has given the message up, but the group still takes it.
+			// A mark from Cleanup, or from a worker that outlived its loop: the source has
+			// given the message up, but the group still accepts the mark.
 			w.claim.marks.Settle(o.m.Offset, meta)
-			w.src.Done(o.token, guard.Backoff(context.Canceled, time.Time{})) // it may have left the hand just before
+			w.src.Done(o.token, guard.Backoff(context.Canceled, time.Time{})) // giveUp may have missed it
 			continue
 		}
 		w.src.Done(o.token, nil)
@@ -211,13 +210,13 @@ func (w *wrappedClaim) done(os []*out, meta string) {
 	}
 }
 
-// failAll fails what the handler has in hand and returns how many those are.
+// failAll fails all messages in the handler's hand and returns their number.
 func (w *wrappedClaim) failAll(err error) int {
 	w.settleDown()
 	return w.fail(err, func(*out) bool { return true })
 }
 
-// expire fails what was not marked in time.
+// expire fails messages that were not marked in time.
 func (w *wrappedClaim) expire() {
 	late := time.Now().Add(-w.lease)
 	err := fmt.Errorf("%w of %s", errNotMarked, w.lease)
@@ -235,7 +234,8 @@ func (w *wrappedClaim) fail(err error, which func(*out) bool) int {
 	return len(os)
 }
 
-// giveUp takes the source's share in what the handler still has in hand.
+// giveUp gives messages that are still in the handler's hand back to the source, as not handled.
+// Later marks go to the group directly.
 func (w *wrappedClaim) giveUp() {
 	w.mu.Lock()
 	w.over = true

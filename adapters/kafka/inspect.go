@@ -16,24 +16,25 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// Target is what [Inspect] looks at.
+// Target says what [Inspect] looks at.
 type Target struct {
-	// DLQ names the topics, as Sources, and where their dead letters go.
+	// DLQ names the topics in its Sources, and says where their dead letters go.
 	DLQ DLQConfig
 
-	// Retry is where the group parks messages; nil if it has no retry topics.
+	// Retry describes the group's retry topics; nil if it has none.
 	Retry *RetryConfig
 
-	// Hold is the longest outage, of the dependency or of all consumers, that
-	// must lose nothing. Unset means 1h; not below 0.
+	// Hold is the longest outage, of the dependency or of all consumers, that must not lose
+	// messages. Unset means 1h; not below 0.
 	Hold time.Duration
 }
 
-// Inspect looks for settings of a consumer's client, its topics and their
-// dead-letter topics that would lose, repeat or hide messages. It changes
-// nothing. client is that of the consumer group, or one of the same
-// configuration. The error is about what could not be asked; the findings there
-// are come with it. What [Check] refuses is not repeated.
+// Inspect looks for settings of a consumer's client, its topics and their dead-letter topics that
+// would lose, repeat or hide messages. It changes nothing. client is the client of the consumer
+// group, or has the same configuration. Inspect does not repeat what [Check] refuses.
+//
+// An error says what is wrong with the arguments, or what could not be asked. In the second case
+// the other findings come with it.
 func Inspect(client sarama.Client, t Target) ([]guard.Finding, error) {
 	err := t.DLQ.Validate()
 	if t.Retry != nil {
@@ -77,7 +78,7 @@ type inspection struct {
 	findings cluster.Findings
 }
 
-// settings looks at the client's.
+// settings looks at the client's settings.
 func (i *inspection) settings() {
 	c := i.client.Config()
 	if c.Consumer.Offsets.Initial == sarama.OffsetNewest {
@@ -110,7 +111,7 @@ func (i *inspection) settings() {
 	}
 }
 
-// broker looks at what the group depends on.
+// broker looks at broker settings that the group depends on.
 func (i *inspection) broker() error {
 	controller, err := i.client.Controller()
 	if err != nil {
@@ -131,7 +132,7 @@ func (i *inspection) broker() error {
 	return nil
 }
 
-// topics looks at a topic and at where its dead letters go.
+// topics looks at a topic and at its dead-letter topic.
 func (i *inspection) topics(source string, cfg DLQConfig) error {
 	from, err := i.in.Topic(source)
 	if err != nil {

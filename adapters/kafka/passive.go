@@ -16,49 +16,49 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// WrapHandler is the passive shape: a consumer group's handler that exists
-// already and marks by itself, with the guard between it and the group.
+// WrapHandler puts the guard between a consumer group and an existing handler, which marks
+// messages itself. This is the passive shape.
 //
 //	handler = guardkafka.WrapHandler(g, handler) // once, in front of the loop
 //	for ctx.Err() == nil {
 //		err := group.Consume(ctx, topics, handler)
 //	}
 //
-// To wrap in each round is safe for the messages, but then Consume does not return what
-// the guard has refused for a claim in the round before.
+// Wrapping in each round loses no messages. But then Consume does not return the guard's refusal
+// of a claim in the round before.
 //
-// Its session and claims are wrapped. MarkMessage is success, and so is
-// MarkOffset for everything below it that was handed out; [Fail] is failure; an
-// error from ConsumeClaim is the failure of every message that is handed out and
-// not marked, and ConsumeClaim is then called again for the same claim, so that
-// one failure costs the group no rebalance. A message that is neither marked nor
-// failed within the policy's Timeout has failed.
+// The handler gets a wrapped session and wrapped claims. The guard sees these outcomes:
 //
-// So a loop that takes batches must not return the error of one message: with a
-// class of [guard.ClassMessage] it condemns all. It should Fail that message.
+//   - MarkMessage is success.
+//   - MarkOffset is success for every message below it that was handed out.
+//   - [Fail] is failure.
+//   - An error from ConsumeClaim is failure for every message that is handed out and not marked.
+//     ConsumeClaim is then called again for the same claim, so one failure causes no rebalance.
+//   - A message that is not marked and not failed within Policy.Timeout has failed.
 //
-// One message is out at a time, so the order of the partition is kept, retries
-// included. A loop that takes several messages before it marks the first, for
-// workers of its own or for a batch, has to ask for more: by Policy.Workers, which
-// is how many may be out and needs [guard.OrderKey] or [guard.OrderNone], or by
-// [WithBatchMarks]. Otherwise it waits for its second message until the first has
-// failed by that Timeout.
+// A loop that takes batches must not return the error of one message: an error of class
+// [guard.ClassMessage] dead-letters the whole batch. The loop should Fail that message.
 //
-// Marks may come in any order and from any goroutine: only what is settled
-// without a gap is marked at the group. What a loop marks although it failed is
-// lost to it, as without the guard.
+// One message is out at a time, so the partition keeps its order, retries included. A loop that
+// takes several messages before it marks the first, for its own workers or for a batch, must ask
+// for more: by Policy.Workers or by [WithBatchMarks]. Policy.Workers sets how many messages may
+// be out, and needs [guard.OrderKey] or [guard.OrderNone]. If such a loop does not ask, it gets
+// its second message only when the first has failed by Policy.Timeout.
 //
-// What it cannot do: it sees only these outcomes. There is no handler timeout,
-// and a panic is the program's. With more than one message out, a retry is handed
-// out after messages that were behind it, but with [guard.OrderKey] not after those
-// of its key. [Wrap] has none of these limits.
+// Marks may come in any order and from any goroutine: the group's mark stops before the first
+// message that is not settled. A message that the loop marks although it failed is lost, as
+// without the guard.
 //
-// While the source holds, Messages has nothing to give. It is closed when the
-// claim is revoked, at once: what sarama has buffered is not handed out any more.
-// Commit marks what is settled and commits; with AutoCommit off nothing else
-// does. ResetOffset goes through, and stops marks until the loop marks again. In Setup
-// both seek, as without the guard.
-// Messages and session are not to be used after Cleanup.
+// The passive shape has limits that [Wrap] does not have. The guard sees only these outcomes.
+// There is no handler timeout, and the guard does not recover a panic. With more than one message
+// out, a retry is handed out after messages that were behind it. With [guard.OrderKey] it still
+// comes before the later messages of its key.
+//
+// While the source holds, Messages gives nothing. Messages is closed at once when the claim is
+// revoked: messages in sarama's buffer are not handed out any more. Commit marks the settled
+// messages and commits; with AutoCommit off nothing else commits. ResetOffset goes to the group,
+// and stops marks until the loop marks again. In Setup, MarkOffset and ResetOffset seek, as
+// without the guard. Do not use messages and session after Cleanup.
 func WrapHandler(g *guard.Guard, existing sarama.ConsumerGroupHandler, opts ...Option) sarama.ConsumerGroupHandler {
 	h := newHandler(g, opts)
 	h.existing = existing
@@ -68,11 +68,11 @@ func WrapHandler(g *guard.Guard, existing sarama.ConsumerGroupHandler, opts ...O
 	return h
 }
 
-// Fail reports the failure of a message to a wrapped handler's session, as a
-// handler of [Wrap] would return it: guard.Permanent, guard.Backoff and
-// guard.Ignore mean what they mean there. A nil err marks. The message must not
-// be marked as well. A context.Canceled after the session's end is no failure: the
-// message is delivered again.
+// Fail reports the failure of a message to a wrapped handler's session. err means the same as
+// when a handler of [Wrap] returns it, with guard.Permanent, guard.Backoff and guard.Ignore. A
+// nil err marks the message. Do not mark a failed message as well. A context.Canceled after the
+// session's end is no failure: the message is delivered again. Fail returns an error only for a
+// session that is not wrapped.
 func Fail(s sarama.ConsumerGroupSession, m *sarama.ConsumerMessage, err error) error {
 	ss, ok := s.(*session)
 	if !ok {
@@ -83,7 +83,7 @@ func Fail(s sarama.ConsumerGroupSession, m *sarama.ConsumerMessage, err error) e
 		return nil
 	}
 	if ss.cut(err) {
-		err = guard.Backoff(err, time.Time{}) // nobody's fault
+		err = guard.Backoff(err, time.Time{}) // no failure of the message
 	}
 	if w := ss.wrapped(m.Topic, m.Partition); w != nil {
 		if o := w.take(m); o != nil {
@@ -96,9 +96,9 @@ func Fail(s sarama.ConsumerGroupSession, m *sarama.ConsumerMessage, err error) e
 // taken is a message of the passive shape.
 type taken struct {
 	*sarama.ConsumerMessage
-	meta     string                    // of its mark; written before Done, read by Ack
-	attempts []*sarama.ConsumerMessage // as handed out; each attempt has a pointer of its own
-	at       atomic.Pointer[time.Time] // when the loop took this attempt; nil before
+	meta     string                    // metadata of the mark; written before Done, read by Ack
+	attempts []*sarama.ConsumerMessage // the pointers handed out; each attempt has its own
+	at       atomic.Pointer[time.Time] // when the loop took the present attempt; nil before
 }
 
 // passivePort is the port of the passive shape.
@@ -112,7 +112,7 @@ func (p passivePort) Meta(m *taken) guard.Meta            { return p.claim.Meta(
 func (p passivePort) Extend([]*taken)                     {}
 func (p passivePort) Return([]*taken, guard.Reason) error { return nil }
 
-// TakenAt is that of [guard.Taker].
+// TakenAt implements [guard.Taker].
 func (passivePort) TakenAt(m *taken) time.Time {
 	if at := m.at.Load(); at != nil {
 		return *at
@@ -127,26 +127,26 @@ func (p passivePort) Ack(m *taken) error {
 
 // wrappedClaim is the claim that a wrapped handler sees.
 //
-// Goroutines: the intake, which reads the claim, and the hand-out, which writes
-// Messages and looks for messages that are not marked. Both end before
-// ConsumeClaim returns. Lock order: mu, then the tracker's.
+// Goroutines: the intake reads the claim. The hand-out writes Messages and looks for messages
+// that are not marked. The watch waits for the end of the claim. All end before ConsumeClaim
+// returns. Lock order: mu, then the tracker's.
 type wrappedClaim struct {
 	sarama.ConsumerGroupClaim
 	claim *claim
 	ss    *session
 	src   *guard.Source[*taken]
-	lease time.Duration // 0: none
+	lease time.Duration // how long a message may be out, the policy's Timeout; 0: no limit
 	alone bool          // one message is out at a time
 
-	exact chan struct{} // a token taken from it says that no hand-over is half noted
-	anew  chan struct{} // asks for a feed of its own for the next call
-	gone  chan struct{} // the hand-out has ended
+	exact chan struct{} // a receive proves that no hand-over is half noted
+	anew  chan struct{} // asks the hand-out for a new feed for the next call
+	gone  chan struct{} // closed when the hand-out has ended
 
 	mu      sync.Mutex
-	out     map[int64]*out               // handed out, by offset
-	sending *out                         // of these, the one that waits to be taken
+	out     map[int64]*out               // attempts in the handler's hand, by offset
+	sending *out                         // the one of out that waits to be taken; nil for none
 	handed  uint64                       // how many attempts were handed out
-	feed    chan *sarama.ConsumerMessage // of this call; the hand-out alone changes it
+	feed    chan *sarama.ConsumerMessage // Messages of the present call; the hand-out alone changes it
 	over    bool                         // the source has ended: marks go to the group directly
 }
 
@@ -156,7 +156,7 @@ type callClaim struct {
 	messages <-chan *sarama.ConsumerMessage
 }
 
-// Messages are those that may be handled now, until the call has failed.
+// Messages are the messages that may be handled now, until the call has failed.
 func (c callClaim) Messages() <-chan *sarama.ConsumerMessage { return c.messages }
 
 func (w *wrappedClaim) call() sarama.ConsumerGroupClaim {
@@ -165,7 +165,7 @@ func (w *wrappedClaim) call() sarama.ConsumerGroupClaim {
 	return callClaim{w, w.feed}
 }
 
-// consumePassive is the passive shape.
+// consumePassive runs a claim of the passive shape.
 func (ss *session) consumePassive(c *claim, revoked <-chan struct{}) error {
 	cfg := ss.sourceConfig(c)
 	cfg.Policy = ss.h.opts.passivePolicy(ss.h.g)
@@ -188,9 +188,9 @@ func (ss *session) consumePassive(c *claim, revoked <-chan struct{}) error {
 
 	reading, stop := context.WithCancel(context.WithoutCancel(ss.native.Context()))
 	defer stop()
-	leave := reading.Done() // the claim ends
+	leave := reading.Done() // closed when the claim ends
 	var intake, handOut sync.WaitGroup
-	over := make(chan struct{}) // the intake has ended
+	over := make(chan struct{}) // closed when the intake has ended
 	intake.Go(func() {
 		defer close(over)
 		w.intake(reading)
@@ -207,8 +207,8 @@ func (ss *session) consumePassive(c *claim, revoked <-chan struct{}) error {
 	watch.Wait()
 	handOut.Wait()
 
-	// What the loop left unmarked nobody will settle any more through the source,
-	// so End need not wait for it.
+	// Nobody will settle the unmarked messages through the source any more, so End need not wait
+	// for them.
 	w.giveUp()
 	report := ss.endSource(c.topic, src.End)
 	c.mark()
@@ -227,7 +227,7 @@ func (w *wrappedClaim) loop(leave <-chan struct{}) error {
 		default:
 		}
 		if err == nil || w.ss.native.Context().Err() != nil {
-			return err // it wants to leave, or saw the session's end before leave did
+			return err // the handler wants to leave, or saw the session's end before leave was closed
 		}
 		w.ss.h.sayFailed(w.claim, err, time.Now())
 		if w.handedOut() > before {
@@ -238,7 +238,7 @@ func (w *wrappedClaim) loop(leave <-chan struct{}) error {
 		case <-w.gone:
 		}
 		if w.failAll(err) == 0 {
-			// Nothing was in hand, so no retry delay holds it back.
+			// No message was in hand, so no retry delay slows this loop down.
 			pause := time.NewTimer(min(time.Second, 10*time.Millisecond<<min(failures, 10)))
 			select {
 			case <-pause.C:
@@ -250,11 +250,12 @@ func (w *wrappedClaim) loop(leave <-chan struct{}) error {
 	}
 }
 
-// failing joins the lines of a topic whose loops fail: in an outage each probe is one.
+// failing joins the log lines of a topic whose loops fail: in an outage each probe would be a
+// line.
 type failing struct {
-	next  time.Time     // not before then …
-	every time.Duration // … which is so long after the latest line
-	lines int           // since then
+	next  time.Time     // no line before this time
+	every time.Duration // time from the latest line to next
+	lines int           // failures since the latest line
 }
 
 const (
@@ -262,8 +263,8 @@ const (
 	failingMost = time.Minute
 )
 
-// sayFailed logs that a loop failed: the first of a topic at once, and those behind it at
-// distances that double, with their number.
+// sayFailed logs that a loop failed: the first failure of a topic at once, later ones together
+// with their number, at intervals that double.
 func (h *handler) sayFailed(c *claim, err error, now time.Time) {
 	h.mu.Lock()
 	f := h.failing[c.topic]
@@ -275,7 +276,7 @@ func (h *handler) sayFailed(c *claim, err error, now time.Time) {
 	lines, say := f.lines, !now.Before(f.next)
 	if say {
 		f.every *= 2
-		if now.Sub(f.next) >= failingMost || f.every == 0 { // it has been silent
+		if now.Sub(f.next) >= failingMost || f.every == 0 { // silent for failingMost, or new
 			f.every = failingBase
 		}
 		f.every = min(f.every, failingMost)
@@ -287,8 +288,8 @@ func (h *handler) sayFailed(c *claim, err error, now time.Time) {
 	}
 }
 
-// intake offers what the claim brings, and waits while the window is full. It ends with
-// ctx, the source or the claim.
+// intake offers the claim's messages to the source, and waits while the window is full. It ends
+// with ctx, the source or the claim.
 func (w *wrappedClaim) intake(ctx context.Context) {
 	for {
 		w.ss.yield(ctx.Done())

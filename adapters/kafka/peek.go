@@ -10,12 +10,11 @@ import (
 	"github.com/IBM/sarama"
 )
 
-// sarama has no method for some of what the adapter needs. It reads unexported fields by
-// name and exact type; where these are not what they were, it finds nothing, and does
-// without.
+// sarama has no method for some values that the adapter needs. The adapter reads unexported
+// fields by name and exact type. If sarama has changed such a field, the adapter does not find
+// it, and goes on without it.
 
-// dyingOf is the channel that closes when sarama closes a claim; nil if it is not
-// found.
+// dyingOf is the channel that closes when sarama closes a claim; nil if it is not found.
 func dyingOf(native sarama.ConsumerGroupClaim) <-chan struct{} {
 	return signalOf(fieldOf(native, "PartitionConsumer", "dying"))
 }
@@ -26,7 +25,7 @@ func closedOf(native sarama.ConsumerGroupSession) <-chan struct{} {
 	return signalOf(fieldOf(native, "parent", "closed"))
 }
 
-// signalOf is a field that is a channel of empty structs; nil if it is none.
+// signalOf is a field as a channel of empty structs; nil if it has another type.
 func signalOf(f reflect.Value) <-chan struct{} {
 	if !f.IsValid() || f.Kind() != reflect.Chan || f.Type().ChanDir() != reflect.BothDir ||
 		f.Type().Elem().Kind() != reflect.Struct || f.Type().Elem().NumField() > 0 {
@@ -35,8 +34,8 @@ func signalOf(f reflect.Value) <-chan struct{} {
 	return *(*chan struct{})(f.Addr().UnsafePointer())
 }
 
-// fieldOf follows fields by name, through interfaces and pointers to structs; invalid if
-// one of them is not there.
+// fieldOf follows fields by name, through interfaces and pointers to structs; invalid if one of
+// them is missing.
 func fieldOf(of any, names ...string) reflect.Value {
 	v := reflect.ValueOf(of)
 	for _, name := range names {
@@ -55,10 +54,11 @@ func fieldOf(of any, names ...string) reflect.Value {
 // ConsumerGroup.Pause and PauseAll. They outlive the group's sessions.
 type askedPauses struct {
 	lock *sync.Mutex   // of sarama's consumer
-	of   reflect.Value // topic → partition → nothing
+	of   reflect.Value // a map of topics to sets of partitions
 }
 
-// askedPausesOf finds them as [dyingOf] finds its channel; nil if it does not.
+// askedPausesOf finds the pauses in sarama's fields, as [dyingOf] finds its channel; nil if they
+// are not found.
 func askedPausesOf(native sarama.ConsumerGroupClaim) *askedPauses {
 	lock := fieldOf(native, "PartitionConsumer", "consumer", "lock")
 	paused := fieldOf(native, "PartitionConsumer", "consumer", "paused")

@@ -18,36 +18,36 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// pauser is what a claim of sarama's can do besides: its pause dies with it,
-// while that of a ConsumerGroup outlives the session.
+// pauser is implemented by sarama's claims. Its pause ends with the claim, while a pause of a
+// ConsumerGroup outlives the session.
 type pauser interface {
 	Pause()
 	Resume()
 }
 
-// claim is one epoch of one partition: the port of the function shape, and the
-// part of it that the passive shape shares. It is safe for concurrent use.
+// claim is one epoch of one partition. It is the port of the function shape, and the passive
+// shape shares a part of it. It is safe for concurrent use.
 type claim struct {
 	topic     string
 	partition int32
 	group     string
-	name      string // the source's
-	initial   int64  // below 0 if nothing was committed, or what the log does not have
-	start     int64  // where it begins then, if that is known before its first message; -1 otherwise
+	name      string // the source's name
+	initial   int64  // below 0 if nothing was committed, or the log does not have the committed offset
+	start     int64  // where a claim with initial below 0 begins, if known before its first message; else -1
 	key       func(*sarama.ConsumerMessage) []byte
 	seed      maphash.Seed
 	native    sarama.ConsumerGroupClaim
 	session   sarama.ConsumerGroupSession
 	marks     *offsets.Tracker
 	asked     *askedPauses
-	end       atomic.Int64 // of the log, when last looked; -1 unknown
-	spilledAt atomic.Int64 // when a message was spilled last, Unix nanoseconds
-	soon      func()       // has what is marked committed soon
-	refused   atomic.Bool  // the last look has found commits behind, and Flush has not said so yet
+	end       atomic.Int64 // the log's end at the last look; -1 unknown
+	spilledAt atomic.Int64 // when the latest message was spilled, Unix nanoseconds; 0 never
+	soon      func()       // asks for a commit of the marks at once
+	refused   atomic.Bool  // the last look found commits behind, and Flush has not reported it yet
 
-	marking sync.Mutex // held while the session is told of a mark or a reset: one after the other
-	marked  bool       // it was told of what is settled, or its user has reset it; under marking
-	begun   int64      // it was told that this is the beginning; -1 for nothing; under marking
+	marking sync.Mutex // held while a mark or a reset goes to the session: one at a time
+	marked  bool       // the session got a mark of settled messages or a reset; under marking
+	begun   int64      // the beginning that the session was told; -1 for none; under marking
 }
 
 var (
@@ -56,7 +56,7 @@ var (
 	_ guard.Marker                        = (*claim)(nil)
 )
 
-// seed is one for the process, so that a key is in the same lane in each epoch.
+// seed is the same in the whole process, so that a key is in the same lane in each epoch.
 var seed = maphash.MakeSeed()
 
 func newClaim(s *session, c sarama.ConsumerGroupClaim) *claim {
@@ -73,8 +73,8 @@ func newClaim(s *session, c sarama.ConsumerGroupClaim) *claim {
 	return p
 }
 
-// Lane is the hash of the key. Messages without one have no order among each
-// other, as in Kafka itself: each is in a lane of its own.
+// Lane is the hash of the key. Messages without a key have no order among each other, as in Kafka
+// itself: each has a lane of its own.
 func (c *claim) Lane(m *sarama.ConsumerMessage) uint64 {
 	key := m.Key
 	if c.key != nil {
@@ -90,7 +90,7 @@ func (c *claim) Lane(m *sarama.ConsumerMessage) uint64 {
 
 func (c *claim) hash(b []byte) uint64 { return maphash.Bytes(c.seed, b) }
 
-// Size also says that the message is not acked at once; see [guard.Port].
+// Size also tells the tracker that the message is not acked at once; see [guard.Port].
 func (c *claim) Size(m *sarama.ConsumerMessage) int {
 	c.marks.Deliver(m.Offset)
 	return cluster.Size(m)
@@ -120,14 +120,13 @@ func (c *claim) Ack(m *sarama.ConsumerMessage) error {
 // Extend has nothing to do: Kafka knows no deadline of a message.
 func (c *claim) Extend([]*sarama.ConsumerMessage) {}
 
-// Return has nothing to do: what is not marked is read again by whoever gets the
-// partition next.
+// Return has nothing to do: the partition's next owner reads unmarked messages again.
 func (c *claim) Return([]*sarama.ConsumerMessage, guard.Reason) error { return nil }
 
-// Demand pauses fetching at 0. What was fetched already still arrives. A pause that the
-// program asked the group for stays: sarama has one flag for both, so the flag is left
-// alone then. Where the program's pauses are not found nothing is paused, and a full
-// window merely stops reading.
+// Demand pauses fetching at 0. Messages that were fetched already still arrive. A pause that the
+// program asked the group for stays: sarama has one flag for both, so Demand then leaves the flag
+// alone. If the program's pauses are not found, nothing is paused, and a full window only stops
+// reading.
 func (c *claim) Demand(n int) {
 	p, ok := c.native.(pauser)
 	if !ok || c.asked == nil {
@@ -144,8 +143,8 @@ func (c *claim) Demand(n int) {
 	}
 }
 
-// Flush is mark. Its error says that commits were behind at the last look, once for
-// each look: the guard counts it.
+// Flush calls mark. It returns an error if commits were behind at the last look, once for each
+// look: the guard counts it.
 func (c *claim) Flush() error {
 	c.mark()
 	if c.refused.CompareAndSwap(true, false) {
@@ -156,9 +155,9 @@ func (c *claim) Flush() error {
 
 var errNotCommitted = errors.New("kafka: what is marked is not committed")
 
-// mark marks up to the low watermark. sarama commits it, each second by default; after
-// messages were spilled that is asked for at once, for what is read again after a crash
-// would be spilled again.
+// mark marks up to the low watermark. sarama commits the mark, each second by default. Soon after
+// messages were spilled, mark asks for a commit at once: messages that are read again after a
+// crash would be spilled again.
 func (c *claim) mark() {
 	c.marking.Lock()
 	offset, meta, settled := c.marks.Take()
@@ -168,8 +167,9 @@ func (c *claim) mark() {
 	}
 	if due {
 		if c.initial < 0 && !c.marked {
-			// A mark only raises what is committed. Beyond the log's end, as after the topic was
-			// made anew, that would stay until the log is as long, and then skip messages.
+			// A mark can only raise the committed offset. If the topic was made again, that
+			// offset may be beyond the log's end. It would stay until the log is as long, and
+			// then skip messages.
 			c.session.ResetOffset(c.topic, c.partition, offset, meta)
 		}
 		c.marked = settled
@@ -181,9 +181,10 @@ func (c *claim) mark() {
 	}
 }
 
-// beginningLocked is where a claim began that does not go on where its group was, if the session
-// was not told. Until it is, whoever gets the partition next may begin behind what is held here:
-// at the log's end once more, or at a committed offset that the log has grown to again.
+// beginningLocked is where a claim began that does not continue at its group's committed offset,
+// if the session was not told yet. Until then the partition's next owner may begin behind
+// messages that are held here: at the log's end once more, or at a committed offset that the log
+// has reached again.
 func (c *claim) beginningLocked() (offset int64, due bool) {
 	offset = c.start
 	switch first, _ := c.marks.Position(); {
@@ -192,17 +193,16 @@ func (c *claim) beginningLocked() (offset int64, due bool) {
 	case first >= 0 && offset < 0:
 		offset = first
 	case first >= 0:
-		offset = min(offset, first) // start may be a fetch later
+		offset = min(offset, first) // start may have been read one fetch later
 	case c.native != nil && len(c.native.Messages()) > 0:
-		return 0, false // the first of them is soon known
+		return 0, false // the offset of the first message is known soon
 	}
 	due = offset != c.begun
 	c.begun = offset
 	return offset, due
 }
 
-// rewind resets the offset of the session, as its user asked; no mark under way undoes
-// that.
+// rewind resets the session's offset, as its user asked. A mark under way cannot undo the reset.
 func (c *claim) rewind(offset int64, metadata string) {
 	c.marking.Lock()
 	defer c.marking.Unlock()
@@ -211,7 +211,7 @@ func (c *claim) rewind(offset int64, metadata string) {
 	c.session.ResetOffset(c.topic, c.partition, offset, metadata)
 }
 
-// Lag is the log's end, when last looked, less what is settled.
+// Lag is the log's end at the last look, minus the settled position; -1 if unknown.
 func (c *claim) Lag() int64 {
 	end := c.end.Load()
 	at, _ := c.marks.Position()
@@ -224,5 +224,5 @@ func (c *claim) Lag() int64 {
 	return max(0, end-at)
 }
 
-// Ahead is how many messages are settled behind the low watermark.
+// Ahead is how many messages above the low watermark are settled.
 func (c *claim) Ahead() int { return c.marks.Ahead() }

@@ -19,17 +19,17 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/registers"
 )
 
-// RegisterConfig says where a [Register] is. Topic must be set.
+// RegisterConfig describes the topic of a [Register]. Topic is required.
 type RegisterConfig struct {
-	// Topic is the register's own topic, of one partition.
+	// Topic names the register's own topic, which has one partition.
 	Topic string
 
-	// Replicas of a topic that is created, 1 to 32767; unset means 3, or one on each
-	// broker if there are fewer. With 2 or more, min.insync.replicas is 2.
+	// Replicas is the number of replicas of a topic that is created, 1 to 32767. Unset means 3,
+	// or one on each broker if there are fewer. With 2 or more, min.insync.replicas is 2.
 	Replicas int16
 
-	// NoCreate refuses a topic that does not exist, with the command that creates it,
-	// instead of creating it.
+	// NoCreate refuses a missing topic instead of creating it. The error has the command that
+	// creates it.
 	NoCreate bool
 }
 
@@ -46,8 +46,7 @@ func (c RegisterConfig) Validate() error {
 }
 
 const (
-	// registerTimeout bounds one wait for a broker, so that a write that nobody waits
-	// for any more ends.
+	// registerTimeout bounds one wait for a broker. So a write ends even if nobody waits for it.
 	registerTimeout = 3 * time.Second
 	// registerPoll is how long a broker waits for a record that a watch asks for.
 	registerPoll = time.Second
@@ -57,38 +56,40 @@ const (
 	registerFetch = 1 << 20
 )
 
-// Register is a [register.Register] in a topic of one partition. Every attempt is a
-// record. All processes read the same log, and the first record for a number wins. A
-// writer knows that it has won, or lost, when it has read its own record.
+// Register is a [register.Register] in a topic of one partition. Each attempt to write is a
+// record. All processes read the same log, and the first record for a number wins. A writer reads
+// its own record to learn whether it has won.
 //
-// Each record is sent once, and acknowledged by all in-sync replicas. Readers see
-// what all of these have. The topic keeps every record: retention would let a record
-// that lost come first, and compaction keeps the last of a key, which is not the
-// winner. So a start reads the topic from its beginning.
+// Each record is sent once, and acknowledged by all in-sync replicas. Readers see only records
+// that all of these have. The topic keeps every record. With retention a losing record could
+// become the first. With compaction the last record of a key would stay, and the winner is the
+// first. So a start reads the topic from its beginning.
 //
-// Register makes connections of its own, one for each Watch besides. Close ends them.
+// Register makes its own connections, and one more for each Watch. Close ends them.
 type Register struct {
 	addrs []string
 	sconf *sarama.Config
 	cfg   RegisterConfig
 	log   registers.Log
-	good  atomic.Bool // the topic was looked at
+	good  atomic.Bool // the topic was created or checked
 
 	mu     sync.Mutex
 	client sarama.Client // nil while there is none
 	closed bool
-	calls  sync.WaitGroup // of brokers, those that nobody waits for among them
+	calls  sync.WaitGroup // calls to brokers under way, also those that nobody waits for
 
-	dialing chan struct{} // holds a token while nobody connects
+	dialing chan struct{} // holds a token while one call connects
 }
 
 var _ register.Register = (*Register)(nil)
 
-// NewRegister is the register in a topic. It asks the brokers nothing: the topic is
-// created or checked at the first use. A topic that may forget or lose a record is an
-// [ErrUnsuitable] of each method, with the command that mends it. config is for
-// connecting: addresses, TLS, SASL and Version are taken from a copy of it, and a
-// broker that does not answer is given up after 3 s. nil means sarama's defaults.
+// NewRegister makes a Register, and asks the brokers nothing: the first use creates or checks the
+// topic. If the topic may forget or lose a record, each method returns an [ErrUnsuitable] with
+// the command that mends it.
+//
+// addrs are the brokers' addresses. config is for connecting: TLS, SASL and Version are taken
+// from a copy of it. nil means sarama's defaults. A broker that does not answer is given up after
+// 3 s.
 func NewRegister(addrs []string, config *sarama.Config, cfg RegisterConfig) (*Register, error) {
 	if config == nil {
 		config = sarama.NewConfig()
@@ -116,8 +117,8 @@ func NewRegister(addrs []string, config *sarama.Config, cfg RegisterConfig) (*Re
 
 var errRegisterClosed = errors.New("kafka: the register is closed")
 
-// Close ends the connections. It waits for what is asked of a broker, some seconds at
-// most. End each Watch before.
+// Close ends the connections. It waits for running calls to brokers, some seconds at most. End
+// each Watch before.
 func (r *Register) Close() error {
 	r.mu.Lock()
 	client := r.client
@@ -131,9 +132,9 @@ func (r *Register) Close() error {
 	return err
 }
 
-// within does what waits for a broker, which sarama does without a context, on a
-// goroutine of its own. When ctx ends first, the call goes on alone, and ends within
-// the timeouts of the connection; Close waits for it.
+// within runs a call that waits for a broker on its own goroutine, because sarama's calls take no
+// context. When ctx ends first, within returns, and the call goes on. The call ends within the
+// timeouts of the connection, and Close waits for it.
 func (r *Register) within(ctx context.Context, call func() error) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -158,8 +159,8 @@ func (r *Register) within(ctx context.Context, call func() error) error {
 	}
 }
 
-// shared is the client of all calls but those of a Watch. One call connects, the others
-// wait for it.
+// shared is the client of all calls except those of a Watch. One call connects, the others wait
+// for it.
 func (r *Register) shared(ctx context.Context) (sarama.Client, error) {
 	select {
 	case r.dialing <- struct{}{}:
@@ -187,7 +188,7 @@ func (r *Register) shared(ctx context.Context) (sarama.Client, error) {
 	return client, nil
 }
 
-// connect makes a client, and looks at the topic if nobody has.
+// connect makes a client, and creates or checks the topic if no call has done so.
 func (r *Register) connect() (sarama.Client, error) {
 	client, err := sarama.NewClient(r.addrs, r.sconf)
 	if err != nil {
@@ -202,8 +203,8 @@ func (r *Register) connect() (sarama.Client, error) {
 	return client, nil
 }
 
-// drop gives up a client after an error of its connection. Whoever takes it out of the
-// Register closes it: sarama's client must not be closed twice.
+// drop gives up a client after an error of its connection. Only the call that takes the client
+// out of the Register closes it: sarama's client must not be closed twice.
 func (r *Register) drop(client sarama.Client) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -213,7 +214,7 @@ func (r *Register) drop(client sarama.Client) {
 	}
 }
 
-// ensure creates the topic, or checks the one that is there.
+// ensure creates the topic if it is missing, and checks it.
 func (r *Register) ensure(client sarama.Client) error {
 	in, err := cluster.NewAdmin(client)
 	if err != nil {
@@ -249,8 +250,8 @@ func (c RegisterConfig) newTopic(brokers int) cluster.NewTopic {
 	return t
 }
 
-// check refuses a topic that would forget or lose records. Settings that may not be
-// read are taken for good.
+// check refuses a topic that would forget or lose records. A setting that may not be read counts
+// as good.
 func (c RegisterConfig) check(in *cluster.Admin, t *cluster.Topic) error {
 	var errs []error
 	add := func(format string, args ...any) {
@@ -279,7 +280,7 @@ func (c RegisterConfig) check(in *cluster.Admin, t *cluster.Topic) error {
 	return errors.Join(errs...)
 }
 
-// catchUp reads until it has read all that is committed now.
+// catchUp reads up to the present end of the log.
 func (r *Register) catchUp(client sarama.Client) error {
 	end, err := client.GetOffset(r.cfg.Topic, 0, sarama.OffsetNewest)
 	if err != nil {
@@ -296,7 +297,7 @@ func (r *Register) catchUp(client sarama.Client) error {
 	return nil
 }
 
-// fetch reads on, and waits for a record if there is none.
+// fetch reads the next records. If there are none, it waits for one, as long as wait.
 func (r *Register) fetch(client sarama.Client, wait time.Duration) error {
 	broker, err := client.Leader(r.cfg.Topic, 0)
 	if err != nil {
@@ -336,7 +337,7 @@ func (r *Register) fetch(client sarama.Client, wait time.Duration) error {
 	return nil
 }
 
-// withClient calls with the shared client, and gives that up on an error.
+// withClient runs a call with the shared client, and gives the client up on an error.
 func (r *Register) withClient(ctx context.Context, call func(sarama.Client) error) error {
 	return r.within(ctx, func() error {
 		client, err := r.shared(ctx)
@@ -352,7 +353,7 @@ func (r *Register) withClient(ctx context.Context, call func(sarama.Client) erro
 	})
 }
 
-// Read returns the newest document: it asks for the end of the log, and reads to it.
+// Read returns the newest document. It asks for the end of the log, and reads up to it.
 func (r *Register) Read(ctx context.Context) (number uint64, document []byte, err error) {
 	if err := r.withClient(ctx, r.catchUp); err != nil {
 		return 0, nil, err
@@ -361,15 +362,16 @@ func (r *Register) Read(ctx context.Context) (number uint64, document []byte, er
 	return number, document, nil
 }
 
-// What became of an attempt to send a record.
+// States of an attempt to send a record.
 const (
 	notSent = iota
 	sent
 	givenUp
 )
 
-// CompareAndSet reads to the end of the log, writes a record, and reads to that. A
-// log where another writer was faster keeps the record, which has lost.
+// CompareAndSet reads to the end of the log, writes a record, and reads until it has that record.
+// If another writer was faster, it returns a [register.ConflictError]. The losing record, if it
+// was written, stays in the log.
 func (r *Register) CompareAndSet(ctx context.Context, number uint64, document []byte) error {
 	if err := register.Check(number, document); err != nil {
 		return err
@@ -426,13 +428,13 @@ func (r *Register) produce(broker *sarama.Broker, value []byte) error {
 	case sarama.ErrNoError:
 		return nil
 	case sarama.ErrNotEnoughReplicas, sarama.ErrMessageSizeTooLarge, sarama.ErrTopicAuthorizationFailed, sarama.ErrInvalidMessage:
-		return fmt.Errorf("kafka: register: %w", block.Err) // before it was written
-	default: // that the leader has moved is said after the record was written, too
+		return fmt.Errorf("kafka: register: %w", block.Err) // the broker has not written it
+	default: // a broker may report a moved leader after it has written the record
 		return fmt.Errorf("%w: kafka: %w", register.ErrUnknown, block.Err)
 	}
 }
 
-// outcome reads until it has read the record that was acknowledged.
+// outcome reads until it has read the acknowledged record, and tells whether that has won.
 func (r *Register) outcome(client sarama.Client, id string) error {
 	for {
 		switch read, won, newest := r.log.Outcome(id); {
@@ -447,19 +449,20 @@ func (r *Register) outcome(client sarama.Client, id string) error {
 	}
 }
 
-// Watch reads the log as it grows. A broker that does not answer for 3 s is away.
+// Watch calls on with the newest document as the log grows. A broker that does not answer for 3 s
+// counts as away.
 func (r *Register) Watch(ctx context.Context, on func(register.Event)) error {
 	return registers.Watch(ctx, func(number uint64, document []byte, err error) {
 		on(register.Event{Number: number, Document: document, Err: err})
 	}, r.session)
 }
 
-// session has a client of its own: a broker answers the requests of a connection in
-// turn, and a watch's waits.
+// session is one connection of a Watch. It has its own client: a broker answers the requests of a
+// connection one after the other, and the request of a Watch waits.
 func (r *Register) session(ctx context.Context, emit func(uint64, []byte) error) error {
 	var client sarama.Client
 	var over bool
-	var mu sync.Mutex // of both: ctx may end while a call makes the client
+	var mu sync.Mutex // guards client and over: ctx may end while a call makes the client
 	defer func() {
 		mu.Lock()
 		defer mu.Unlock()
@@ -498,7 +501,7 @@ func (r *Register) session(ctx context.Context, emit func(uint64, []byte) error)
 	}
 }
 
-// closeAside closes a client on which a call may still wait. Close waits for it.
+// closeAside closes a client that a call may still use. Close waits until that is done.
 func (r *Register) closeAside(client sarama.Client) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -17,64 +17,70 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// RetryConfig describes the retry topics of one consumer group. Sources, Group and
-// Delays are needed.
+// RetryConfig describes the retry topics of one consumer group. Sources, Group and Delays are
+// required.
 type RetryConfig struct {
-	// Sources are the topics whose messages may be parked: all that the group
-	// consumes.
+	// Sources are the topics whose messages may be parked. They must name all topics that the
+	// group consumes.
 	Sources []string
 
-	// Group is the consumer group. Retry topics belong to one group: what another has
-	// parked in topics of the same names is passed over, unhandled.
+	// Group is the consumer group. Retry topics belong to one group. Messages that another group
+	// has parked in topics of the same names are skipped, unhandled.
 	Group string
 
-	// Delays are how long a message is parked at each level, ascending, from 1 to 8
-	// of them, each from 1ms to 720h: such as 1m, 10m, 1h.
+	// Delays are how long a message is parked at each level, such as 1m, 10m, 1h: from 1 to 8
+	// ascending delays, each from 1ms to 720h.
 	Delays []time.Duration
 
-	// Topic names the retry topics; {topic} stands for the source's, {group} for the
-	// consumer group and {level} for 1, 2, …, which has to be in it. Unset means
-	// "{topic}.{group}.retry.{level}".
+	// Topic names the retry topics. {topic} stands for the source's topic, {group} for the
+	// consumer group, and {level} for 1, 2 and so on. Several Delays need {level}, several
+	// Sources {topic}. Unset means "{topic}.{group}.retry.{level}".
 	Topic string
 
-	// MaxParked is how many messages of a partition may be parked at once, all
-	// levels together, from 1 to 10,000,000. Each costs its owner some 200 bytes of
-	// memory. Beyond it nothing is parked: what should be waits, and what stands
-	// behind it. Unset means 100,000.
+	// MaxParked is how many messages of a partition may be parked at once, all levels together,
+	// from 1 to 10,000,000. Unset means 100,000. Each costs the partition's owner about 200
+	// bytes of memory. At the limit nothing more is parked: the message waits, and so do those
+	// behind it.
 	MaxParked int
 
-	// NoCreate refuses a topic that does not exist, with the command that creates
-	// it, instead of creating it.
+	// NoCreate refuses a missing topic instead of creating it. The error has the command that
+	// creates it.
 	NoCreate bool
 
-	// Replicas of a topic that is created, from 1 to 32767; unset means the
-	// broker's default.replication.factor.
+	// Replicas is the number of replicas of a topic that is created, from 1 to 32767. Unset
+	// means the broker's default.replication.factor.
 	Replicas int16
 
-	// Retention of a topic that is created, beyond its delay: how long an outage,
-	// or a stop of the group, may last before parked messages are lost. At least
-	// 1h; unset means 168h.
+	// Retention is how long a topic that is created keeps messages beyond its delay. If an
+	// outage or a stop of the group lasts longer, parked messages are lost. At least 1h; unset
+	// means 168h.
 	Retention time.Duration
 }
 
 // Validate reports everything wrong at once.
 func (c RetryConfig) Validate() error { return retry.Config(c).Validate() }
 
-// RetryTopics parks messages whose attempts are used up in retry topics, for long
-// delays that neither block their partition nor cost memory for their bodies: see
-// [WithRetryTopics]. It is safe for concurrent use, by several handlers of one
-// group. One RetryTopics has two clients of its own, one to write and one to read.
+// RetryTopics parks messages whose attempts are used up in retry topics. A long delay there does
+// not block a partition: see [WithRetryTopics]. Bodies stay in the topics: for each level of a
+// partition, about 1024 messages or 8 MiB at most wait in memory. RetryTopics is safe for
+// concurrent use by several handlers of one group. It has two clients, one to write and one to
+// read.
 type RetryTopics struct{ topics *retry.Topics }
 
-// NewRetryTopics connects and creates or checks the topics: each retry topic has as
-// many partitions as its source, keeps what it has for its delay and 1h at least,
-// is not compacted, and takes the source's largest message with 64 KiB of headers.
-// What is wrong with one is an [ErrUnsuitable] that names the command that mends
-// it; so is a broker that takes too little metadata of an offset, and what the group
-// has parked in topics that cfg does not name any more (fewer Delays, another Topic):
-// nobody would read it. config is for connecting, as for [NewDLQ]; the offsets of the
-// retry topics are committed every Consumer.Offsets.AutoCommit.Interval. nil means
-// sarama's defaults. Close it after the consumer group.
+// NewRetryTopics connects to addrs, and creates or checks the retry topics. A retry topic must
+//
+//   - have as many partitions as its source;
+//   - keep messages for its delay and at least 1h more, without a limit in bytes;
+//   - not be compacted;
+//   - take the source's largest message with 64 KiB of headers.
+//
+// An unsuitable topic is an [ErrUnsuitable] that names the command that mends it. So is a broker
+// that accepts too little metadata with an offset. So are messages that the group has parked in
+// topics that cfg does not name any more (fewer Delays, another Topic): nobody would read them.
+//
+// config is for connecting, as for [NewDLQ]. nil means sarama's defaults. The consumer group's
+// Consumer.Offsets.AutoCommit.Interval sets how often the offsets of the retry topics are
+// committed. Close the RetryTopics after the consumer group.
 func NewRetryTopics(addrs []string, config *sarama.Config, cfg RetryConfig) (*RetryTopics, error) {
 	topics, err := retry.New(addrs, config, retry.Config(cfg))
 	if err != nil {
@@ -83,8 +89,8 @@ func NewRetryTopics(addrs []string, config *sarama.Config, cfg RetryConfig) (*Re
 	return &RetryTopics{topics}, nil
 }
 
-// Close waits for writes under way, 1s at most, and disconnects. It says how many are left.
-// A consumer group that is still running can park nothing then: what should be waits.
+// Close waits for writes under way, 1s at most, and disconnects. The error tells how many writes
+// are left. A consumer group that still runs cannot park after Close: its messages wait.
 func (t *RetryTopics) Close() error { return t.topics.Close() }
 
 // parkingPort is the port of a claim with retry topics.
@@ -106,7 +112,7 @@ func (p parkingPort) Park(ctx context.Context, m *sarama.ConsumerMessage, r *dlq
 
 func (p parkingPort) Parked() (now int, followed uint64) { return p.parked.Parked() }
 
-// Ack also ends what was begun to park the message.
+// Ack also ends an attempt to park the message.
 func (p parkingPort) Ack(m *sarama.ConsumerMessage) error {
 	p.parked.Settled(m)
 	return p.claim.Ack(m)
@@ -152,8 +158,8 @@ func (ss *session) consumeParking(c *claim, revoked <-chan struct{}) error {
 	ss.add(c)
 	defer ss.remove(c)
 
-	// Handlers may finish after the session's context is over, so it is not that
-	// which ends the loops but End, below.
+	// Handlers may finish after the session's context is over. So that context does not end the
+	// loops: End, below, does.
 	running := context.WithoutCancel(ss.native.Context())
 	ended, end := context.WithCancel(context.Background())
 	defer end()

@@ -18,48 +18,48 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// session is one session of a consumer group. To a wrapped handler it is the
-// session itself.
+// session is one session of a consumer group. A wrapped handler uses it as its session.
 //
-// Goroutines: the watch, from Setup to Cleanup; it ends with the request it is
-// making. Two for each [left]. One while commitSoon commits, or sayLost asks. Lock order: session.mu, then a claim's.
+// Goroutines: the watch, from Setup to Cleanup, which ends with its current request; two for each
+// [left]; one while commitSoon commits; one while sayLost asks. Lock order: session.mu, then a
+// claim's.
 type session struct {
 	h      *handler
 	native sarama.ConsumerGroupSession
 	set    settings
 
-	closed <-chan struct{}    // by ConsumerGroup.Close; nil if sarama does not show it
-	cancel context.CancelFunc // of the watch
+	closed <-chan struct{}    // closed by ConsumerGroup.Close; nil if sarama does not show it
+	cancel context.CancelFunc // ends the watch
 
-	joined      bool // a call of Consume runs it, and says what it ends with
+	joined      bool // a call of Consume runs the session, and reports its errors
 	cooperative bool
 	begun       time.Time
-	timeout     time.Duration // of a handler
-	yieldUntil  atomic.Int64  // nanoseconds since begun; 0: no claim is being let go
-	commits     atomic.Int64  // asked for by commitSoon and not made
-	late        sync.Once     // said that revokes will be seen late
-	seeking     atomic.Bool   // a wrapped handler's Setup runs
+	timeout     time.Duration // the handler's timeout
+	yieldUntil  atomic.Int64  // end of makeWay, in nanoseconds since begun; 0: no claim is being left
+	commits     atomic.Int64  // commits asked for by commitSoon and not yet made
+	late        sync.Once     // logs once that revokes will be seen late
+	seeking     atomic.Bool   // Setup of a wrapped handler is running
 
 	mu     sync.Mutex
-	claims map[place]*claim        // open ones, for the watch
-	wraps  map[place]*wrappedClaim // passive shape: the latest of each partition, until Cleanup
+	claims map[place]*claim        // open claims, for the watch
+	wraps  map[place]*wrappedClaim // passive shape: the latest claim of each partition, until Cleanup
 	opened map[place]bool          // claims that sarama has handed out, until Cleanup
-	ends   map[ended]*tally        // claims that have ended, until Cleanup
-	left   map[string]*left        // sources of partitions that others have, by name
+	ends   map[ended]*tally        // counts of ended claims, until Cleanup
+	left   map[string]*left        // sources of spilled partitions without a claim here, by name
 	over   bool                    // Cleanup was called
-	itself bool                    // a claim has ended by itself, and so has the session
+	itself bool                    // a claim ended without a revoke, and sarama then ends the session
 }
 
-// ended are the claims of a topic that ended for one reason.
+// ended are the claims of one topic that ended for one reason.
 type ended struct {
 	topic string
 	why   guard.Reason
 }
 
-// tally counts claims that have ended, and messages.
+// tally counts ended claims, and their messages that were returned or left.
 type tally struct{ claims, returned, left int }
 
-// noteEnd counts a claim that has ended.
+// noteEnd counts an ended claim.
 func (ss *session) noteEnd(topic string, why guard.Reason, r guard.Report) {
 	ss.mu.Lock()
 	defer ss.mu.Unlock()
@@ -73,7 +73,7 @@ func (ss *session) noteEnd(topic string, why guard.Reason, r guard.Report) {
 	n.left += len(r.Left)
 }
 
-// logEnds says which claims have ended, in one line for a topic and a reason.
+// logEnds logs the ended claims, one line for each topic and reason.
 func (ss *session) logEnds() {
 	ss.mu.Lock()
 	ends := ss.ends
@@ -133,14 +133,14 @@ func (ss *session) returned(native sarama.ConsumerGroupClaim, revoked <-chan str
 	}
 }
 
-// cut tells whether an error is the session's end, and not a failure.
+// cut tells whether an error comes from the session's end, and is no failure.
 func (ss *session) cut(err error) bool {
 	return ss.native.Context().Err() != nil && errors.Is(err, context.Canceled)
 }
 
-// unopened is why the session has ended, if it did since sarama could not open a claim: it
-// hands that one out to nobody, and group.Consume returns nil. A stop during the join, such as
-// by ConsumerGroup.Close, leaves claims unopened, too.
+// unopened is an error if the session has ended because sarama could not open a claim. sarama
+// hands such a claim to nobody, and group.Consume returns nil. A stop during the join, such as by
+// ConsumerGroup.Close, also leaves claims unopened, but is no error.
 func (ss *session) unopened() error {
 	if !errors.Is(context.Cause(ss.native.Context()), sarama.ErrSessionConsumeClaimExited) || ss.stopped() {
 		return nil
@@ -167,7 +167,7 @@ func (ss *session) unopened() error {
 		strings.Join(names, ", "), more)
 }
 
-const maxUnopened = 5 // that an error names
+const maxUnopened = 5 // claims that an error names
 
 func (ss *session) open() []*claim {
 	ss.mu.Lock()
@@ -179,16 +179,15 @@ func (ss *session) open() []*claim {
 	return all
 }
 
-// revoked is closed as soon as a claim is taken away or its session ends.
+// revoked returns a channel that closes as soon as a claim is taken away or its session ends.
 //
-// In an eager group the session's context says so. A cooperative revoke leaves
-// that alive, and the claim's Messages closed, but behind everything that sarama
-// has buffered, and not before the other partitions of the same broker have taken
-// what was fetched for them: with slow handlers later than the rebalance timeout,
-// or never while the window is full (sarama #1608). The channel by which sarama
-// itself closes the claim holds nothing back. There is no method for it, so it is
-// read as [look] reads the configuration; where it is not found, Messages alone
-// says it, late.
+// In an eager group the session's context says so. A cooperative revoke does not end that
+// context. It closes the claim's Messages, but only behind all messages that sarama has buffered.
+// The other partitions of the same broker must first have taken what was fetched for them. With
+// slow handlers that is later than the rebalance timeout. With a full window it never comes
+// (sarama #1608). The channel by which sarama itself closes the claim has no such delay. sarama
+// has no method for it, so it is read as [look] reads the configuration. If it is not found,
+// revoked returns nil, and only Messages tells of the revoke, late.
 func (ss *session) revoked(native sarama.ConsumerGroupClaim) <-chan struct{} {
 	dying := dyingOf(native)
 	if dying == nil && ss.cooperative {
@@ -200,10 +199,9 @@ func (ss *session) revoked(native sarama.ConsumerGroupClaim) <-chan struct{} {
 	return dying
 }
 
-// makeWay helps sarama to let go of a claim that was revoked: it waits, for all
-// partitions of one broker together, until what was fetched for them is taken, or
-// until nobody takes anything for twice MaxProcessingTime. So the other claims
-// take nothing for that long.
+// makeWay helps sarama to let go of a revoked claim. sarama waits for all partitions of one
+// broker together, until what was fetched for them is taken, or until nobody takes anything for
+// twice MaxProcessingTime. So the other claims take nothing for that long.
 func (ss *session) makeWay() {
 	rest := 2*ss.set.config.Consumer.MaxProcessingTime + yieldSlack
 	if ss.cooperative && ss.native.Context().Err() == nil && rest <= maxYield {
@@ -216,8 +214,7 @@ const (
 	maxYield   = time.Second // with a longer MaxProcessingTime nothing is gained
 )
 
-// yield waits while another claim is being let go. Without one it costs an atomic
-// load.
+// yield waits while another claim is being left. If none is, it costs one atomic load.
 func (ss *session) yield(stop <-chan struct{}) {
 	until := ss.yieldUntil.Load()
 	if until == 0 {
@@ -232,8 +229,8 @@ func (ss *session) yield(stop <-chan struct{}) {
 	ss.yieldUntil.CompareAndSwap(until, 0)
 }
 
-// watch looks at the log's end, at what is committed and at what is in the spill, if there is
-// a client to ask. Setup starts it, Cleanup stops it.
+// watch starts the goroutine that looks at the log's end, the committed offsets and the spill, if
+// there is a client to ask. Setup starts it, Cleanup stops it.
 func (ss *session) watch() {
 	if ss.set.client == nil {
 		if _, more := ss.spilled(); more && !ss.joined && !ss.h.passive() {
@@ -247,7 +244,7 @@ func (ss *session) watch() {
 		w := watcher{ss: ss, behind: make(map[place]bool), marked: make(map[place]int64), silent: make(map[place]int)}
 		every := ss.h.opts.lookEvery
 		if a := ss.set.config.Consumer.Offsets.AutoCommit; a.Enable {
-			every = max(every, 2*a.Interval) // what is marked at one look is committed at the next
+			every = max(every, 2*a.Interval) // marks of one look are committed at the next
 		}
 		next := time.NewTimer(min(every, time.Second))
 		defer next.Stop()
@@ -268,15 +265,15 @@ func (ss *session) stop() { ss.cancel() }
 // watcher is what the watch remembers from one look to the next.
 type watcher struct {
 	ss     *session
-	marked map[place]int64 // what was marked at the last look
-	behind map[place]bool  // commits of it fail
-	silent map[place]int   // looks in a row that its broker has not answered
+	marked map[place]int64 // marks at the last look
+	behind map[place]bool  // partitions whose commits are behind their marks
+	silent map[place]int   // looks in a row that the broker has not answered
 
 	learned   bool // the group has told this member's topics
-	unlearned int  // looks at which it did not
+	unlearned int  // looks at which the group did not tell them
 }
 
-const silentLooks = 2 // before it is said: a partition's leader may move
+const silentLooks = 2 // looks before the warning: a partition's leader may move
 
 func (w *watcher) look() {
 	w.learn()
@@ -327,8 +324,8 @@ func (w *watcher) look() {
 	}
 }
 
-// ends looks at the end of each log. sarama goes on for ever with a partition that it could open
-// and cannot read, and such a one does not answer here either.
+// ends looks at the end of each log. sarama goes on without end with a partition that it could
+// open and cannot read. Such a partition does not answer here either.
 func (w *watcher) ends(claims []*claim) {
 	type news struct{ topic, err string }
 	found := make(map[news][]int32)
@@ -357,7 +354,7 @@ func (w *watcher) ends(claims []*claim) {
 	}
 }
 
-// committed asks the coordinator what the group has committed.
+// committed asks the coordinator for the group's committed offsets; -1 for none.
 func (ss *session) committed(parts map[string][]int32) (func(place) int64, error) {
 	coordinator, err := ss.set.client.Coordinator(ss.set.group)
 	if err != nil {
@@ -374,7 +371,7 @@ func (ss *session) committed(parts map[string][]int32) (func(place) int64, error
 			}
 		}
 	}
-	if err != nil { // a client of the program's own is told by nobody else where it is now
+	if err != nil { // nobody else tells the program's own client where the coordinator is now
 		return nil, errors.Join(err, ss.set.client.RefreshCoordinator(ss.set.group))
 	}
 	return func(at place) int64 {
@@ -385,10 +382,10 @@ func (ss *session) committed(parts map[string][]int32) (func(place) int64, error
 	}, nil
 }
 
-// sayLost says what is lost where the log does not have what the group has committed, and sarama
-// has begun a claim elsewhere: at the log's beginning, which is then the claim's, also while there
-// is no message. It asks before a mark changes what is committed, and a claim that is taken away
-// does not wait for the answer.
+// sayLost logs which messages are lost if the log does not have the group's committed offset, so
+// that sarama has begun the claim elsewhere. If sarama begins at the log's beginning, sayLost
+// also sets the claim's start, which is needed while no message has come. It asks before a mark
+// changes the committed offset. It does not wait for the answer once the claim is taken away.
 func (ss *session) sayLost(c *claim, revoked <-chan struct{}) {
 	if c.initial >= 0 || ss.set.client == nil {
 		return
@@ -437,13 +434,13 @@ func (ss *session) MemberID() string           { return ss.native.MemberID() }
 func (ss *session) GenerationID() int32        { return ss.native.GenerationID() }
 func (ss *session) Context() context.Context   { return ss.native.Context() }
 
-// Commit marks what is settled and commits it.
+// Commit marks the settled messages and commits the marks.
 func (ss *session) Commit() {
 	ss.flush()
 	ss.native.Commit()
 }
 
-// flush marks what is settled in every claim of a wrapped handler.
+// flush marks the settled messages of every claim of a wrapped handler.
 func (ss *session) flush() {
 	ss.mu.Lock()
 	wraps := make([]*wrappedClaim, 0, len(ss.wraps))
@@ -456,16 +453,16 @@ func (ss *session) flush() {
 	}
 }
 
-// MarkMessage is the success of a message.
+// MarkMessage reports the success of a message.
 func (ss *session) MarkMessage(m *sarama.ConsumerMessage, metadata string) {
 	if w := ss.wrapped(m.Topic, m.Partition); w != nil {
 		w.mark(m, metadata)
 	}
 }
 
-// MarkOffset is the success of every message below offset that was handed out
-// and is neither marked nor failed. In Setup it goes to the group as it is: nothing is
-// handed out yet, and it seeks forward.
+// MarkOffset reports the success of every message below offset that was handed out and is not yet
+// marked or failed. In Setup nothing is handed out yet: the call goes unchanged to the group, and
+// seeks forward.
 func (ss *session) MarkOffset(topic string, partition int32, offset int64, metadata string) {
 	if w := ss.wrapped(topic, partition); w != nil {
 		w.markBelow(offset, metadata)
@@ -474,8 +471,8 @@ func (ss *session) MarkOffset(topic string, partition int32, offset int64, metad
 	}
 }
 
-// ResetOffset goes to the group as it is. Nothing is marked after it until the
-// handler marks again.
+// ResetOffset goes unchanged to the group. After it nothing is marked until the handler marks
+// again.
 func (ss *session) ResetOffset(topic string, partition int32, offset int64, metadata string) {
 	if w := ss.wrapped(topic, partition); w != nil {
 		w.claim.rewind(offset, metadata)

@@ -26,7 +26,7 @@ var (
 	_ guard.Spiller[*sarama.ConsumerMessage] = leftPort{}
 )
 
-// spillHead is what the spill keeps of a message beside its value.
+// spillHead is a message in the spill without its value.
 type spillHead struct {
 	Topic     string                 `json:"topic"`
 	Partition int32                  `json:"partition"`
@@ -38,7 +38,7 @@ type spillHead struct {
 	Tombstone bool                   `json:"tombstone,omitempty"` // Value is nil, and not empty
 }
 
-// Spill is [guard.Spiller]'s.
+// Spill implements [guard.Spiller].
 func (c *claim) Spill(m *sarama.ConsumerMessage) (head, body []byte, err error) {
 	c.spilledAt.Store(time.Now().UnixNano())
 	head, err = json.Marshal(spillHead{
@@ -62,7 +62,7 @@ func fromMillis(ms *int64) time.Time {
 	return time.UnixMilli(*ms)
 }
 
-// Unspill is [guard.Spiller]'s.
+// Unspill implements [guard.Spiller].
 func (c *claim) Unspill(head, body []byte) (*sarama.ConsumerMessage, error) {
 	var h spillHead
 	if err := json.Unmarshal(head, &h); err != nil {
@@ -77,11 +77,12 @@ func (c *claim) Unspill(head, body []byte) (*sarama.ConsumerMessage, error) {
 	}, nil
 }
 
-// spillCommits is for how long after a message was spilled marks are committed at once.
+// spillCommits is how long after the latest spilled message marks are committed at once.
 const spillCommits = 5 * time.Second
 
-// commitSoon commits what is marked, beside the caller: one request at a time, and one more
-// for what is marked meanwhile. A program that commits by itself is left alone.
+// commitSoon commits the marks on its own goroutine: one request at a time, and one more for
+// marks that came meanwhile. With AutoCommit off the program commits, and commitSoon does
+// nothing.
 func (ss *session) commitSoon() {
 	if !ss.set.config.Consumer.Offsets.AutoCommit.Enable || ss.commits.Add(1) > 1 {
 		return
@@ -97,18 +98,18 @@ func (ss *session) commitSoon() {
 	}()
 }
 
-// left is a source of a partition that this process does not have any more, or not yet: it
-// handles what is in the spill of it.
+// left is a source for a partition that this process has lost, or does not have yet. It handles
+// the partition's messages in the spill.
 type left struct {
 	end  context.CancelFunc
-	done chan struct{} // closed when it has ended
+	done chan struct{} // closed when the source has ended
 }
 
-// lefts are the sources of all sessions' lefts, as guard.Control: a claim of another member
-// in this process ends one, too.
+// lefts has the sources of all sessions' lefts as keys, of type guard.Control: a claim of another
+// member in this process can end them, too.
 var lefts sync.Map
 
-// leftPort is its port: all it is asked about is in the spill, and acked.
+// leftPort is the port of a left. Its messages are all in the spill, and acked.
 type leftPort struct{ *claim }
 
 func (leftPort) Size(*sarama.ConsumerMessage) int                     { return 0 }
@@ -120,8 +121,8 @@ func (leftPort) Lag() int64                                           { return 0
 func (leftPort) Ahead() int                                           { return 0 }
 func (p leftPort) Meta(m *sarama.ConsumerMessage) guard.Meta          { return p.describe(m) }
 
-// seen adds topics to those that the handler knows, and returns them all: those of its claims,
-// those that [Consume] runs it for, and those that the group has named.
+// seen adds topics to those that the handler knows, and returns all of them: the topics of its
+// claims, of [Consume], and those that the group has named.
 func (h *handler) seen(topics []string) []string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -133,9 +134,9 @@ func (h *handler) seen(topics []string) []string {
 	return slices.Clone(h.topics)
 }
 
-// spilled finds the partitions that have messages in the spill and are not claimed: they are
-// committed, so nobody else would handle them. more tells that there are others, of topics
-// that the handler does not know.
+// spilled finds partitions without a claim that have messages in the spill. These messages are
+// committed, so nobody else would handle them. more tells that the spill also has messages of
+// topics that the handler does not know.
 func (ss *session) spilled() (found map[string]place, more bool) {
 	claims := ss.native.Claims()
 	known := ss.h.seen(slices.Collect(maps.Keys(claims)))
@@ -156,7 +157,7 @@ func (ss *session) spilled() (found map[string]place, more bool) {
 	return found, more
 }
 
-// drainSpilled opens a source for each of them.
+// drainSpilled opens a source for each partition that spilled finds.
 func (ss *session) drainSpilled() {
 	found, _ := ss.spilled()
 	for name, at := range found {
@@ -164,9 +165,9 @@ func (ss *session) drainSpilled() {
 	}
 }
 
-// learn asks the group, once in a session, for the topics of this member, when the spill has
-// messages of a topic that the handler does not know: in a loop of the program's own, a topic
-// is known by its claims alone.
+// learn asks the group for the topics of this member if the spill has messages of a topic that
+// the handler does not know. It asks until the group has answered once in the session. In a
+// program's own loop, without [Consume], the handler knows only the topics of its claims.
 func (w *watcher) learn() {
 	ss := w.ss
 	if w.learned || ss.joined || ss.h.passive() {
@@ -212,8 +213,9 @@ func (ss *session) topics() ([]string, error) {
 	return nil, errors.New("it rebalances, or does not have the member")
 }
 
-// drainLeft opens such a source. It ends when it has handled all, when a claim of the
-// partition comes, and with the session. It owns two goroutines until then.
+// drainLeft opens a source for the messages of a partition in the spill. The source ends when it
+// has handled all, when a claim of the partition comes, or with the session. It owns two
+// goroutines until then.
 func (ss *session) drainLeft(name, topic string, partition int32) {
 	if ss.h.passive() {
 		return
@@ -270,7 +272,7 @@ func (ss *session) forget(name string, l *left) {
 	}
 }
 
-// leave ends the source of what was left of a partition, since a claim of it comes.
+// leave ends the source of a partition's spill, because a claim of the partition comes.
 func (ss *session) leave(name string) {
 	ss.mu.Lock()
 	l := ss.left[name]
@@ -283,7 +285,7 @@ func (ss *session) leave(name string) {
 	ss.leaveOther(name)
 }
 
-// leaveOther ends that of another member.
+// leaveOther ends such a source of another member in this process.
 func (ss *session) leaveOther(name string) {
 	src := ss.h.g.Source(name)
 	if _, ok := lefts.Load(src); ok {
@@ -293,7 +295,7 @@ func (ss *session) leaveOther(name string) {
 	}
 }
 
-// leaveAll ends all of them: the session is over.
+// leaveAll ends all such sources: the session is over.
 func (ss *session) leaveAll() {
 	ss.mu.Lock()
 	all := ss.left

@@ -12,15 +12,16 @@ import (
 	"github.com/IBM/sarama"
 )
 
-// WatchErrors reads a group's Errors until they are closed, which
-// ConsumerGroup.Close does, or ctx ends. It needs Consumer.Return.Errors. sarama
-// tells there, and nowhere else, that a commit failed or a partition cannot be
-// read; when nobody reads, it drops what it has to tell. Each error is logged
-// when it is new for its partition, and again with its count after 30s at the
-// earliest. Run it on a goroutine of its own, before the first Consume.
+// WatchErrors logs the errors of a consumer group. It reads the group's Errors until
+// ConsumerGroup.Close closes them, or ctx ends. Run it on its own goroutine, before the first
+// Consume. It needs Consumer.Return.Errors.
 //
-// The guard's own look at what is committed (see [WithClient]) says the same
-// later, without it.
+// Only there does sarama tell that a commit failed or a partition cannot be read. When nobody
+// reads, sarama drops these errors. An error is logged when it is new for its partition, and
+// again with its count after 30s at the earliest.
+//
+// The guard also looks at the committed offsets (see [WithClient]): without WatchErrors it
+// reports the same, later.
 func WatchErrors(ctx context.Context, group sarama.ConsumerGroup, log *slog.Logger) {
 	type kind struct {
 		place

@@ -15,9 +15,9 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// Wrap guards a consumer group: handle gets each message of each claim when the
-// guard says so, and its return is the outcome. nil marks; any other error
-// retries, and later dead-letters; [guard.Permanent], [guard.Backoff] and
+// Wrap makes a consumer group's handler from a function. handle gets each message of each claim
+// when the guard allows it. Its return value is the outcome: nil marks the message; any other
+// error leads to retries, and later to a dead letter. [guard.Permanent], [guard.Backoff] and
 // [guard.Ignore] say more.
 //
 //	h := guardkafka.Wrap(g, handle)
@@ -25,19 +25,19 @@ import (
 //		err := group.Consume(ctx, []string{"orders"}, h)
 //	}
 //
-// One handler may serve several sessions, also of several groups. Each claim is
-// a source, "topic/partition", of its own; with the default order its handler
-// runs in the goroutine that reads the claim. Marks are coalesced, and only ever
-// pass messages that are settled; sarama commits them.
+// One handler may serve several sessions, also of several groups. Each claim is a source of its
+// own, named "topic/partition". With the default order its handler runs in the goroutine that
+// reads the claim. Marks are coalesced, and pass only settled messages; sarama commits them.
 //
-// What is wrong with the configuration Setup returns, all of it at once, so
-// Consume does; see [Check]. Setup also returns [guard.ErrClosed] once the Guard
-// is closed. A claim ends with its session, its partition's revoke, its
-// Messages, or its source: what is held then is dropped, unmarked, and whoever
-// gets the partition next reads it again. A handler that is running then is
-// cancelled at once in a rebalance, and has [WithStopTimeout] when the program
-// stops. One that outlives even the rebalance timeout is named by the error that
-// the claim ends with, which goes to the group's Errors.
+// Setup refuses an unsuitable configuration, with all its faults at once, and Consume
+// returns that error; see [Check]. Setup also returns [guard.ErrClosed] once the Guard is closed.
+//
+// A claim ends with its session, its partition's revoke, its Messages, or its source. Held
+// messages are then dropped, unmarked, and the partition's next owner reads them again. A
+// rebalance cancels a running handler at once. When the program stops, the handler has
+// [WithStopTimeout] to end. If a handler outlives that, or in a rebalance the rebalance timeout
+// (less a margin for the last commit), the claim ends with an error that counts the messages
+// left and describes the oldest. The error goes to the group's Errors.
 func Wrap(g *guard.Guard, handle func(context.Context, *sarama.ConsumerMessage) error, opts ...Option) sarama.ConsumerGroupHandler {
 	h := newHandler(g, opts)
 	h.handle = handle
@@ -47,7 +47,7 @@ func Wrap(g *guard.Guard, handle func(context.Context, *sarama.ConsumerMessage) 
 	return h
 }
 
-// Setup refuses what cannot be run safely, and begins to watch the session.
+// Setup refuses an unsafe configuration, and begins to watch the session.
 func (h *handler) Setup(s sarama.ConsumerGroupSession) error {
 	join, joined := s.Context().Value(joinKey{}).(func(*handler))
 	if joined {
@@ -84,12 +84,12 @@ func (h *handler) Setup(s sarama.ConsumerGroupSession) error {
 		err := h.existing.Setup(ss)
 		ss.seeking.Store(false)
 		if err != nil {
-			return err // Cleanup follows all the same
+			return err // Cleanup still follows
 		}
 	}
 	if h.opts.setup != nil {
 		if err := h.opts.setup(s); err != nil {
-			return err // Cleanup follows all the same
+			return err // Cleanup still follows
 		}
 	}
 	ss.drainSpilled()
@@ -97,8 +97,8 @@ func (h *handler) Setup(s sarama.ConsumerGroupSession) error {
 	return nil
 }
 
-// Cleanup marks what is settled. sarama commits it next, unless the program commits by
-// itself: what it has marked it may not have written yet.
+// Cleanup marks the settled messages. sarama commits the marks next. With AutoCommit off it does
+// not: the program may not have written yet what it has marked.
 func (h *handler) Cleanup(s sarama.ConsumerGroupSession) error {
 	ss := h.session(s)
 	if ss == nil {

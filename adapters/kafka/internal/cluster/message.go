@@ -12,7 +12,7 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-// ErrUnsuitable is the adapter's.
+// ErrUnsuitable is the ErrUnsuitable of the adapter.
 var ErrUnsuitable = errors.New("kafka: unsuitable configuration")
 
 // Unsuitable is an [ErrUnsuitable] with its reason.
@@ -20,7 +20,7 @@ func Unsuitable(format string, args ...any) error {
 	return fmt.Errorf("%w: %s", ErrUnsuitable, fmt.Sprintf(format, args...))
 }
 
-// System is messaging.system of the OTel conventions.
+// System is the value of messaging.system in the OTel conventions.
 const System = "kafka"
 
 // Size is the weight of a message in bytes.
@@ -32,7 +32,7 @@ func Size(m *sarama.ConsumerMessage) int {
 	return n
 }
 
-// Origin is where a message of a group stands.
+// Origin says where a message of a group stands: topic, partition and offset.
 func Origin(m *sarama.ConsumerMessage, group string) dlq.Origin {
 	return dlq.Origin{
 		System: System, Source: m.Topic, Group: group,
@@ -40,7 +40,7 @@ func Origin(m *sarama.ConsumerMessage, group string) dlq.Origin {
 	}
 }
 
-// Headers are those of a message, with its bytes.
+// Headers are a message's headers. They share its bytes.
 func Headers(hs []*sarama.RecordHeader) []dlq.Header {
 	if len(hs) == 0 {
 		return nil
@@ -54,10 +54,11 @@ func Headers(hs []*sarama.RecordHeader) []dlq.Header {
 	return out
 }
 
-// FirstMessage is the first record of a partition from an offset on and before end
-// that is a message and not among done, and its offset; nil and end if there is none,
-// because all that is there is done, or the control records of a transaction, which a
-// PartitionConsumer passes without a word. It reads what may not be committed.
+// FirstMessage returns the first message of a partition that is not among done, and its offset.
+// It looks at offsets of at least from and below end. It returns end and nil if there is no such
+// message: all records may be done, or control records of a transaction, which a
+// PartitionConsumer passes silently. It also reads messages of transactions that are not
+// committed.
 func FirstMessage(client sarama.Client, topic string, partition int32, from, end int64, done map[int64]bool) (int64, *sarama.Record, error) {
 	for from < end {
 		batches, err := fetch(client, topic, partition, from)
@@ -84,8 +85,8 @@ func FirstMessage(client sarama.Client, topic string, partition int32, from, end
 	return end, nil, nil
 }
 
-// fetch asks the leader of a partition for what it has from an offset on; at least
-// one whole batch, if there is one.
+// fetch asks a partition's leader for records from an offset on: at least one whole batch, if
+// there is one.
 func fetch(client sarama.Client, topic string, partition int32, from int64) ([]*sarama.RecordBatch, error) {
 	leader, err := client.Leader(topic, partition)
 	if err != nil {

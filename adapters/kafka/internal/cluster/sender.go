@@ -23,17 +23,17 @@ import (
 type Sender struct {
 	Client   sarama.Client
 	producer sarama.SyncProducer
-	slots    chan struct{} // writes that somebody waits for
-	Squeezes bool          // it compresses
-	limit    int           // of a record whose topic's is not known
+	slots    chan struct{} // a token for each write that a caller waits for
+	Squeezes bool          // the producer compresses
+	limit    int           // largest record of a topic whose limit is not known, in bytes
 
 	sizes   sync.Mutex
-	largest map[string]int       // of a record, by topic
-	looked  map[string]time.Time // when the topic's was asked for again
+	largest map[string]int       // largest record of each topic, in bytes
+	looked  map[string]time.Time // when a topic was last asked for its limit again
 
 	mu      sync.Mutex
 	closed  bool
-	givenUp map[place]int // writes under way that nobody waits for any more
+	givenUp map[place]int // writes under way that no caller waits for any more
 	writes  sync.WaitGroup
 }
 
@@ -43,26 +43,25 @@ type place struct {
 	partition int32
 }
 
-// maxWrites bounds the writes that somebody waits for.
+// maxWrites bounds the writes that callers wait for.
 const maxWrites = 16
 
-// closeWait is how long Close waits for writes that nobody waits for any more.
+// closeWait is how long Close waits for writes under way.
 const closeWait = time.Second
 
-// ErrClosed is that of a write after Close.
+// ErrClosed is the error of a write after Close.
 var ErrClosed = errors.New("kafka: the writer is closed")
 
-// mostUncompressed is how large a record may be that is compressed on its way: about as
-// large as a request of sarama's.
+// mostUncompressed is the largest size of a record before compression: about as large as a
+// request of sarama.
 var mostUncompressed = int(sarama.MaxRequestSize) - 64<<10
 
-// NewSender makes a producer that takes the largest record of each of the topics,
-// of a client whose configuration is the sender's own. It owns the client.
+// NewSender makes a Sender that takes the largest record of each of the topics. It owns the
+// client, and changes the client's configuration.
 //
-// A broker's max.message.bytes is the size of a batch as it comes, compressed, and
-// sarama's MaxMessageBytes that of a record before. So where the configuration
-// compresses, the broker decides, and each record is a batch by itself: one that is too
-// large is refused alone.
+// A broker's max.message.bytes limits a batch after compression, and sarama's MaxMessageBytes a
+// record before it. So if the configuration compresses, the broker decides. Each record is a
+// batch by itself: a record that is too large is refused alone.
 func NewSender(client sarama.Client, largest map[string]int) (*Sender, error) {
 	p := &client.Config().Producer
 	squeezes := p.Compression != sarama.CompressionNone
@@ -71,7 +70,8 @@ func NewSender(client sarama.Client, largest map[string]int) (*Sender, error) {
 		limit = max(limit, most)
 	}
 	p.MaxMessageBytes = max(limit, mostUncompressed) // Fits decides, for a topic's limit may be raised
-	// A letter waits for no others: fewer may be on their way than a batch of the program's.
+	// A record does not wait for others: there may be fewer than the program's configuration
+	// asks for.
 	p.Flush.Bytes, p.Flush.Messages, p.Flush.Frequency, p.Flush.MaxMessages = 0, 0, 0, 1
 	producer, err := sarama.NewSyncProducerFromClient(client)
 	if err != nil {
@@ -83,16 +83,16 @@ func NewSender(client sarama.Client, largest map[string]int) (*Sender, error) {
 // lookAgain is how often a topic's limit is asked for, while a record is above it.
 const lookAgain = 5 * time.Second
 
-// most is how large a record of a topic may be; 0 if that is not known.
+// most is the largest size of a record of a topic; 0 if unknown.
 func (s *Sender) most(topic string) int {
 	s.sizes.Lock()
 	defer s.sizes.Unlock()
 	return s.largest[topic]
 }
 
-// askAgain asks the broker for a topic's limit, which may have been raised, unless that was
-// done lately. It returns when the broker has answered, or ctx ends; the goroutine that asks
-// is one of those that Close waits for.
+// askAgain asks the broker for a topic's limit, which may have been raised, unless it has asked
+// lately. It returns when the broker has answered, or ctx ends. Close waits for the goroutine
+// that asks.
 func (s *Sender) askAgain(ctx context.Context, topic string) {
 	s.sizes.Lock()
 	due := s.largest[topic] > 0 && time.Since(s.looked[topic]) >= lookAgain
@@ -146,25 +146,24 @@ func (s *Sender) Fits(ctx context.Context, m *sarama.ProducerMessage) error {
 	return nil
 }
 
-// Refused tells in the words of dlq that the broker found a message too large; nil if
-// err is something else.
+// Refused is a [dlq.TooLargeError] if the broker found a message too large; nil if err is
+// something else.
 func (s *Sender) Refused(m *sarama.ProducerMessage, err error) error {
 	if !errors.Is(err, sarama.ErrMessageSizeTooLarge) && !errors.Is(err, sarama.ErrMessageTooLarge) && !errors.Is(err, sarama.ErrMessageSetSizeTooLarge) {
 		return nil
 	}
 	n := m.ByteSize(2) + batchOverhead
-	if s.Squeezes { // how much less would do nobody knows
+	if s.Squeezes { // the size that would fit is not known
 		return &dlq.TooLargeError{Err: fmt.Errorf("kafka: %d bytes, compressed: %w", n, err)}
 	}
 	return &dlq.TooLargeError{Size: n, Max: s.most(m.Topic), Err: err}
 }
 
-// Send gives a message to the producer, and returns its offset, -1 if the broker
-// did not say it. When ctx ends first, the message may arrive all the same:
-// sarama's SendMessage heeds no context. It goes on, on a goroutine of its own that Close
-// waits for, and until it returns another write to the same partition is an error at once.
-// So writes that a broker leaves unanswered do not pile up, and keep none of another
-// partition waiting.
+// Send gives a message to the producer, and returns its offset, -1 if the broker did not tell it.
+// sarama's SendMessage ignores the context. So when ctx ends first, the write goes on, on its own
+// goroutine that Close waits for, and the message may still arrive. Until that write returns,
+// another write to the same partition fails at once. So unanswered writes do not pile up, and do
+// not delay writes to other partitions.
 func (s *Sender) Send(ctx context.Context, m *sarama.ProducerMessage) (int64, error) {
 	select {
 	case s.slots <- struct{}{}:
@@ -187,10 +186,10 @@ func (s *Sender) Send(ctx context.Context, m *sarama.ProducerMessage) (int64, er
 		err error
 	}
 	sent := make(chan answer, 1)
-	answered, givenUp := false, false // s.mu
+	answered, givenUp := false, false // guarded by s.mu
 	go func() {
 		defer s.writes.Done()
-		m.Offset = -1 // stays where the broker does not say it
+		m.Offset = -1 // remains if the broker does not tell it
 		_, at, err := s.producer.SendMessage(m)
 		sent <- answer{at, err}
 		s.mu.Lock()
@@ -226,7 +225,7 @@ func (s *Sender) underWay() int {
 	return n
 }
 
-// begin announces a write; false once it is closed.
+// begin announces a write; false once the sender is closed.
 func (s *Sender) begin() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -236,7 +235,7 @@ func (s *Sender) begin() bool {
 	return !s.closed
 }
 
-// shut refuses further writes; false if that was done before.
+// shut refuses further writes; false if an earlier call has done so.
 func (s *Sender) shut() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -251,8 +250,8 @@ func (s *Sender) finish() error {
 	return errors.Join(s.producer.Close(), s.Client.Close())
 }
 
-// Close waits for writes under way, 1s at most, and disconnects; then it closes what else
-// there is. It says how many writes are left. A later call does nothing.
+// Close closes others, waits for writes under way and disconnects. It waits for 1s at most, and
+// then its error tells how many writes are left. A later call does nothing.
 func (s *Sender) Close(others ...io.Closer) error {
 	if !s.shut() {
 		return nil
@@ -266,7 +265,7 @@ func (s *Sender) Close(others ...io.Closer) error {
 	})
 }
 
-// EndsWithin runs f, and waits for it no longer than d. f goes on by itself then.
+// EndsWithin runs f, and waits for it no longer than d. After that f goes on by itself.
 func EndsWithin(d time.Duration, f func() error) (ended bool, err error) {
 	done := make(chan error, 1)
 	go func() { done <- f() }()
@@ -280,7 +279,7 @@ func EndsWithin(d time.Duration, f func() error) (ended bool, err error) {
 	}
 }
 
-// closeWithin closes a writer, or says what it still has under way.
+// closeWithin closes a writer. The error tells how many writes are still under way.
 func (s *Sender) closeWithin(closing func() error) error {
 	ended, err := EndsWithin(closeWait, closing)
 	if ended {
@@ -289,7 +288,7 @@ func (s *Sender) closeWithin(closing func() error) error {
 	return fmt.Errorf("kafka: the broker has not answered for %s: %d writes under way may arrive all the same", closeWait, s.underWay())
 }
 
-// ProducerConfig is a copy of a configuration with what makes a producer safe.
+// ProducerConfig is a copy of a configuration with the settings that make a producer safe.
 func ProducerConfig(config *sarama.Config) *sarama.Config {
 	c := *config
 	c.Producer.Idempotent = true
@@ -303,7 +302,7 @@ func ProducerConfig(config *sarama.Config) *sarama.Config {
 	return &c
 }
 
-// SafeProducer reports what would lose, double or reorder dead letters.
+// SafeProducer reports settings that would lose, double or reorder dead letters.
 func SafeProducer(c *sarama.Config) error {
 	var errs []error
 	add := func(format string, args ...any) { errs = append(errs, Unsuitable(format, args...)) }
@@ -319,5 +318,5 @@ func SafeProducer(c *sarama.Config) error {
 	return errors.Join(errs...)
 }
 
-// batchOverhead is what a batch of one record takes beside it.
+// batchOverhead is the size of a batch of one record without the record, in bytes.
 const batchOverhead = 128

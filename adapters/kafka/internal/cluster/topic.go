@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package cluster is what the Kafka adapter and its retry topics have in common: they look at
-// topics and make them, write single records that are confirmed, and read records.
+// Package cluster has the code that the Kafka adapter and its retry topics share. It looks at
+// topics and creates them, writes single confirmed records, and reads records.
 package cluster
 
 import (
@@ -19,13 +19,13 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// A Topic is one as its broker describes it.
+// A Topic is a topic as its broker describes it.
 type Topic struct {
 	Name       string
 	Partitions int32
 	Replicas   int
 	Settings   map[string]string // its configuration, defaults included; empty if it may not be read
-	Refused    error             // that Settings may not be read, an [ErrRefused]; else nil
+	Refused    error             // an [ErrRefused] if Settings may not be read; else nil
 }
 
 // ErrRefused means that settings may not be read.
@@ -34,10 +34,10 @@ var ErrRefused = errors.New("they may not be read")
 // An Admin asks a cluster about topics.
 type Admin struct {
 	sarama.ClusterAdmin
-	Addrs string // for commands
+	Addrs string // the brokers' addresses, for commands
 }
 
-// NewAdmin asks by a client, which stays its owner's.
+// NewAdmin makes an Admin that asks by client. The caller still owns client.
 func NewAdmin(client sarama.Client) (*Admin, error) {
 	admin, err := sarama.NewClusterAdminFromClient(client)
 	if err != nil {
@@ -83,8 +83,8 @@ func (in *Admin) Topic(name string) (*Topic, error) {
 	}
 }
 
-// Source is topic for one that should be there: a broker may learn of a new one late, and
-// of its settings later still.
+// Source describes a topic that should exist. It waits for the topic up to sourceWait: a broker
+// may learn of a new topic late, and of its settings later still.
 func (in *Admin) Source(name string) (*Topic, error) {
 	for begun := time.Now(); ; time.Sleep(50 * time.Millisecond) {
 		info, err := in.Topic(name)
@@ -95,7 +95,7 @@ func (in *Admin) Source(name string) (*Topic, error) {
 	}
 }
 
-// Settings are those of a topic or broker, defaults included. If they may not be read the
+// Settings are the settings of a topic or broker, defaults included. If they may not be read, the
 // error is an [ErrRefused] that names the missing right.
 func (in *Admin) Settings(kind sarama.ConfigResourceType, name string) (map[string]string, error) {
 	found, err := in.ClusterAdmin.DescribeConfigs([]*sarama.ConfigResource{{Type: kind, Name: name}}, sarama.DescribeConfigsOptions{})
@@ -126,7 +126,7 @@ func (t *Topic) Number(name string, def int64) int64 {
 	return n
 }
 
-// Retention is how long a topic keeps a record; 0 means for ever.
+// Retention is how long a topic keeps a record; 0 means without limit.
 func (t *Topic) Retention() time.Duration {
 	if !strings.Contains(t.Settings["cleanup.policy"], "delete") {
 		return 0
@@ -140,13 +140,13 @@ func (t *Topic) Compacts() bool { return strings.Contains(t.Settings["cleanup.po
 const (
 	// topicWait is how long a new topic may take to be known everywhere.
 	topicWait = 10 * time.Second
-	// sourceWait is how long a source is looked for. It may just have been created, and a busy
-	// broker learns of it seconds later.
+	// sourceWait is how long Source looks for a topic. The topic may be new, and a busy broker
+	// learns of it seconds later.
 	sourceWait = 5 * time.Second
 )
 
-// HeaderRoom is what the headers of a dead letter, or of a parked message, may take beside
-// their message.
+// HeaderRoom is how many bytes the headers of a dead letter, or of a parked message, may take
+// beside the message.
 const HeaderRoom = 64 << 10
 
 // Create creates a topic, unless it is there, and waits until client knows it.
@@ -215,8 +215,8 @@ func ValidTopic(s string) bool {
 	return strings.Trim(s, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-") == ""
 }
 
-// InTopic is a group's name as a part of a topic's: what a broker would not take
-// becomes an underscore.
+// InTopic is a group's name as a part of a topic's name: characters that a broker would refuse
+// become underscores.
 func InTopic(group string) string {
 	return strings.Map(func(r rune) rune {
 		if ValidTopic("t" + string(r)) {
@@ -244,7 +244,7 @@ func (in *Admin) Durable(t *Topic) (found Findings) {
 // Findings are what an inspection finds.
 type Findings []guard.Finding
 
-// Add adds one.
+// Add adds a finding.
 func (f *Findings) Add(s guard.Severity, where, fix, what string, args ...any) {
 	*f = append(*f, guard.Finding{Severity: s, Where: where, What: fmt.Sprintf(what, args...), Fix: fix})
 }

@@ -8,21 +8,21 @@ import (
 	"strings"
 )
 
-// MaxAhead is how far after the committed offset messages may be done: as many bits
-// of metadata, which a broker takes up to 4096 bytes of by default.
+// MaxAhead is how far after the committed offset messages may be settled: each offset takes one
+// bit of metadata. A broker accepts 4096 bytes of metadata by default.
 const MaxAhead = 4096
 
 // prefix begins all metadata of this package.
 const prefix = "stormguard/1:"
 
-// Ours tells by its metadata whether an offset was committed with [Encode]: such as that
-// of a retry topic, and none of a topic that the group subscribes to.
+// Ours tells by its metadata whether an offset was committed with [Encode]. Offsets of retry
+// topics are, and no offset of a topic that the group subscribes to is.
 func Ours(meta string) bool { return strings.HasPrefix(meta, prefix) }
 
-// MaxMetadata is how long the metadata may be, in bytes.
+// MaxMetadata is the length of the longest metadata, in bytes.
 var MaxMetadata = int64(len(prefix) + base64.RawStdEncoding.EncodedLen(MaxAhead/8))
 
-// Encode is the metadata for the offsets that are settled after at, ascending.
+// Encode makes the metadata for the offsets that are settled after at. ahead must ascend.
 func Encode(at int64, ahead []int64) string {
 	if len(ahead) == 0 {
 		return prefix
@@ -34,7 +34,7 @@ func Encode(at int64, ahead []int64) string {
 	return prefix + base64.RawStdEncoding.EncodeToString(bits)
 }
 
-// Decode is the inverse of [Encode]; nil where the metadata is not ours.
+// Decode is the inverse of [Encode]; nil if the metadata is not ours.
 func Decode(at int64, meta string) map[int64]bool {
 	text, ours := strings.CutPrefix(meta, prefix)
 	bits, err := base64.RawStdEncoding.DecodeString(text)

@@ -1,28 +1,26 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package offsets knows which messages of a partition are settled, and what of that can be
+// Package offsets knows which messages of a partition are settled, and which offsets can be
 // committed.
 package offsets
 
 import "sync"
 
-// A Tracker knows which offsets of a claim were handed over and which of them are
-// settled, and so up to where it may be marked. It is a queue of the offsets
-// that came, in their order: offsets have gaps (compaction, control records,
-// aborted transactions), so nothing is computed from one to the next.
+// A Tracker knows which offsets of a claim were handed over and settled, and so up to where the
+// claim may be marked. It is a queue of the offsets that came, in their order. Offsets have gaps
+// (compaction, control records, aborted transactions), so no offset is computed from another.
 //
-// It is safe for concurrent use. It holds one entry for each message that is not
-// settled or stands behind one that isn't, so about the source's window: the guard
-// asks for Ahead.
+// It is safe for concurrent use. It holds one entry for each message from the oldest unsettled
+// one on, so about the source's window: the guard asks for Ahead.
 type Tracker struct {
 	mu     sync.Mutex
-	queue  []delivered // by offset; the first of them is not settled
-	done   int         // of them
+	queue  []delivered // by offset; the first entry is not settled
+	done   int         // settled entries of queue
 	last   int64       // the highest offset handed over, -1 for none
 	next   int64       // the offset after the settled prefix, -1 for none
-	marked int64       // what Take last gave out
-	meta   string      // of the mark
+	marked int64       // the mark that Take returned last, -1 for none
+	meta   string      // metadata of the mark at next
 	reset  bool        // ResetOffset was called: no mark until the user marks again
 }
 
@@ -32,7 +30,7 @@ type delivered struct {
 	meta   string
 }
 
-// New is a tracker that nothing was handed over to.
+// New makes a tracker to which nothing was handed over.
 func New() *Tracker { return &Tracker{last: -1, next: -1, marked: -1} }
 
 // Deliver announces a message that is not settled at once.
@@ -46,8 +44,8 @@ func (t *Tracker) Deliver(offset int64) {
 	t.queue = append(t.queue, delivered{offset: offset})
 }
 
-// Settle says that a message is done with. One that was not announced has just
-// been handed over, after all that were.
+// Settle says that a message is done. A message that Deliver has not announced has just been
+// handed over, after all announced ones.
 func (t *Tracker) Settle(offset int64, meta string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -97,7 +95,7 @@ func (t *Tracker) find(offset int64) int {
 	return low
 }
 
-// Take is the mark that is due, if there is one that was not taken yet.
+// Take returns the mark that is due, if it was not taken yet.
 func (t *Tracker) Take() (offset int64, meta string, due bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -120,9 +118,9 @@ func (t *Tracker) setReset(reset bool) {
 	t.reset = reset
 }
 
-// Position is the offset of the oldest message that is not settled, or what
-// follows the last that is; -1 if nothing was handed over yet. given is the mark
-// that was last given out, -1 for none.
+// Position returns at, the offset of the oldest unsettled message. If all are settled, at is the
+// offset after the last one; -1 if nothing was handed over yet. given is the mark that Take
+// returned last, -1 for none.
 func (t *Tracker) Position() (at, given int64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -132,15 +130,15 @@ func (t *Tracker) Position() (at, given int64) {
 	return t.next, t.marked
 }
 
-// Ahead is how many messages are settled behind one that is not.
+// Ahead is how many messages are settled after the oldest unsettled one.
 func (t *Tracker) Ahead() int {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.done
 }
 
-// Settled is the position, -1 if nothing was handed over yet, and the offsets
-// after it that are settled.
+// Settled returns the position, -1 if nothing was handed over yet, and the settled offsets after
+// it.
 func (t *Tracker) Settled() (at int64, ahead []int64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -16,15 +16,15 @@ import (
 	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/offsets"
 )
 
-// What is done of a retry topic is committed by the consumer group itself, under
-// the member's generation: a member that has lost the partition can commit no more.
-// A message is handled in its time and not in the order of the log, so the
-// committed metadata says which messages after the offset are done, too: none of
-// them is handled again after a restart, when its key may have gone on long ago.
+// The positions of retry topics are committed for the consumer group, under the member's
+// generation: a member that has lost the partition cannot commit any more. Messages are handled
+// when they are due, not in the order of the log. So the committed metadata also says which
+// messages after the offset are done. After a restart these are not handled again, even if their
+// keys have gone on long ago.
 
-// position is what is committed of a retry topic's partition.
+// position is the committed offset of a retry topic's partition, and its metadata.
 type position struct {
-	offset int64 // below 0: nothing
+	offset int64 // below 0: nothing is committed
 	meta   string
 }
 
@@ -71,7 +71,7 @@ func (t *Topics) commit(c Claim, given *atomic.Bool, at map[string]position) err
 	}
 	req := sarama.NewOffsetCommitRequest(client.Config(), t.cfg.Group)
 	req.ConsumerID, req.ConsumerGroupGeneration = c.Session.MemberID(), c.Session.GenerationID()
-	if given.Load() { // in this order: the generation may be one in which the claim is another's
+	if given.Load() { // read after the generation, in which the claim may be another member's
 		return errGivenUp
 	}
 	if id := c.Config.Consumer.Group.InstanceId; id != "" && req.Version >= 7 {
@@ -100,12 +100,12 @@ func (t *Topics) commit(c Claim, given *atomic.Bool, at map[string]position) err
 
 var errGivenUp = errors.New("kafka: the claim was left")
 
-// recommit is how often a position is committed that has not changed: a broker
-// forgets what it has not heard of for offsets.retention.minutes (7 days), also of
-// a group that lives, if it is no topic that the group subscribes to.
+// recommit is how often an unchanged position is committed again. A broker forgets a position
+// that was not committed for offsets.retention.minutes (7 days). For a topic that the group does
+// not subscribe to, it does so even while the group lives.
 const recommit = time.Hour
 
-// commitAlways commits what is done, until stop is closed, and then once more.
+// commitAlways commits the positions until stop is closed, and then once more.
 func (pt *Partition) commitAlways(stop <-chan struct{}) {
 	every := time.NewTicker(max(10*time.Millisecond, pt.c.Config.Consumer.Offsets.AutoCommit.Interval))
 	defer every.Stop()
@@ -122,7 +122,7 @@ func (pt *Partition) commitAlways(stop <-chan struct{}) {
 }
 
 func (pt *Partition) commit() error {
-	keys := pt.table.ended() // before the positions: these then cover their ends
+	keys := pt.table.ended() // before the positions, which then cover the ends of these keys
 	at := make(map[string]position)
 	now := pt.t.Now()
 	for _, l := range pt.levels {
@@ -145,10 +145,10 @@ func (pt *Partition) commit() error {
 	return nil
 }
 
-// position is what is done of a level.
+// position is the position of a level that can be committed.
 func (pt *Partition) position(l *levelTopic) position {
 	pt.mu.Lock()
-	ahead := slices.Collect(maps.Keys(l.settled)) // not read again yet
+	ahead := slices.Collect(maps.Keys(l.settled)) // settled, and not read again yet
 	pt.mu.Unlock()
 	at, more := l.marks.Settled()
 	if at < 0 {

@@ -14,7 +14,7 @@ import (
 	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/cluster"
 )
 
-// maxLevels is how many delays there may be.
+// maxLevels is the largest number of delays.
 const maxLevels = 8
 
 // Config is the adapter's RetryConfig, which says what each field means.
@@ -33,8 +33,7 @@ const (
 	defaultRetryTopic = "{topic}.{group}.retry.{level}"
 	defaultMaxParked  = 100_000
 	defaultRetention  = 7 * 24 * time.Hour
-	// retryMargin is how much longer than its delay a retry topic must keep what it
-	// has.
+	// retryMargin is how much longer than its delay a retry topic must keep messages.
 	retryMargin  = time.Hour
 	maxDelay     = 720 * time.Hour
 	maxFetchWait = 250 * time.Millisecond

@@ -11,7 +11,7 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// replayWait bounds the wait for the claim to have passed what it handles again.
+// replayWait bounds the wait of awaitReplay.
 const replayWait = 30 * time.Second
 
 // push lets a message wait until it is due.
@@ -21,7 +21,7 @@ func (pt *Partition) push(p *Message, due int64) {
 	pt.mu.Lock()
 	l.count++
 	l.bytes += p.size
-	if p.keyed { // not before those of its key that wait here
+	if p.keyed { // not before waiting messages of its key
 		k := l.last[p.origin.key]
 		if k == nil {
 			k = &keyDue{}
@@ -36,7 +36,7 @@ func (pt *Partition) push(p *Message, due int64) {
 	notify(pt.wake)
 }
 
-// dispatch hands over what is due, until ctx ends.
+// dispatch hands due messages over, until ctx ends.
 func (pt *Partition) dispatch(ctx context.Context, feed *guard.Feed[*Message]) {
 	pt.awaitReplay(ctx)
 	timer := time.NewTimer(time.Hour)
@@ -45,7 +45,7 @@ func (pt *Partition) dispatch(ctx context.Context, feed *guard.Feed[*Message]) {
 		due, next := pt.due()
 		if len(due) > 0 {
 			if _, err := feed.Put(ctx, due...); err != nil {
-				return // what is not handed over is not settled
+				return // messages that are not handed over are not settled
 			}
 			continue
 		}
@@ -58,9 +58,9 @@ func (pt *Partition) dispatch(ctx context.Context, feed *guard.Feed[*Message]) {
 	}
 }
 
-// awaitReplay waits until the claim has passed what is also parked: what it hands
-// over again before that was handled before the parked messages of its key. It is asked
-// now and then, once in an epoch and 30s at most: a signal would cost each mark.
+// awaitReplay waits until the claim has passed all messages that are also parked (replay). Until
+// then the claim delivers messages again that were handled before the parked messages of their
+// keys. It polls, once in an epoch and 30s at most: a signal would cost time at each mark.
 func (pt *Partition) awaitReplay(ctx context.Context) {
 	limit := time.Now().Add(replayWait)
 	for ctx.Err() == nil && pt.replay >= 0 && time.Now().Before(limit) {
@@ -71,8 +71,7 @@ func (pt *Partition) awaitReplay(ctx context.Context) {
 	}
 }
 
-// due takes what is due, at most 64 at a time; if there is nothing, next is how
-// long to wait.
+// due takes due messages, at most 64 at a time. If there are none, next is how long to wait.
 func (pt *Partition) due() (due []*Message, next time.Duration) {
 	now := pt.t.Now().UnixMilli()
 	pt.mu.Lock()
@@ -96,7 +95,8 @@ func (pt *Partition) due() (due []*Message, next time.Duration) {
 	return due, time.Duration(pt.pending[0].due-now) * time.Millisecond
 }
 
-// dueMessages orders what waits by when it is due, and then by level and offset.
+// dueMessages is a heap of waiting messages by the time when they are due, then by level and
+// offset.
 type dueMessages []*Message
 
 func (h *dueMessages) Len() int { return len(*h) }
@@ -106,7 +106,7 @@ func (h *dueMessages) Less(i, j int) bool {
 	case a.due != b.due:
 		return a.due < b.due
 	case a.level != b.level:
-		return a.level > b.level // what is further on was first
+		return a.level > b.level // the message at the higher level was first
 	}
 	return a.at < b.at
 }

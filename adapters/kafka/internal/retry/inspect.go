@@ -15,9 +15,9 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// Inspect looks for what would lose parked messages, keep them from being parked or leave
-// them unread. hold is the longest outage that must lose nothing. The error is about what
-// could not be asked; the findings there are come with it.
+// Inspect looks for settings that would lose parked messages, prevent parking, or leave messages
+// unread. hold is the longest outage that must lose nothing. The error says what could not be
+// asked; the other findings come with it.
 func Inspect(client sarama.Client, in *cluster.Admin, cfg Config, hold time.Duration) (cluster.Findings, error) {
 	i := &inspection{in, client, hold, nil}
 	var errs []error
@@ -35,7 +35,7 @@ type inspection struct {
 	cluster.Findings
 }
 
-// coordinator looks at what commits the offsets of the retry topics.
+// coordinator looks at the broker that stores the offsets of the retry topics.
 func (i *inspection) coordinator(group string) error {
 	c, err := i.client.Coordinator(group)
 	if err != nil {
@@ -52,9 +52,9 @@ func (i *inspection) coordinator(group string) error {
 func (i *inspection) topics(source string, cfg Config) error {
 	from, err := i.Topic(source)
 	if err != nil || from == nil {
-		return err // its absence is found with the DLQ's sources
+		return err // a missing source is found with the DLQ's sources
 	}
-	var errs []error // not of from, which is also looked at with the DLQ's sources
+	var errs []error // without from's own, which are found with the DLQ's sources
 	for level, delay := range cfg.Delays {
 		want := cfg.newTopic(from, level+1)
 		to, err := i.Topic(want.Name)
@@ -74,8 +74,8 @@ func (i *inspection) topics(source string, cfg Config) error {
 	return errors.Join(errs...)
 }
 
-// left looks for what is parked and not read, also under the names that the
-// topics would have for another group, if that has no members.
+// left looks for parked messages that are not read. It also looks at topics with the names that
+// cfg would give them for another group, if that group has no members.
 func (i *inspection) left(cfg Config) error {
 	groups, err := i.otherGroups(cfg)
 	errs := []error{err}
@@ -93,7 +93,7 @@ func (i *inspection) left(cfg Config) error {
 	return errors.Join(errs...)
 }
 
-// otherGroups are those without members whose retry topics there are.
+// otherGroups are the groups without members whose retry topics exist.
 func (i *inspection) otherGroups(cfg Config) ([]string, error) {
 	if err := i.client.RefreshMetadata(); err != nil {
 		return nil, fmt.Errorf("kafka: topics: %w", err)

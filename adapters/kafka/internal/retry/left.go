@@ -17,12 +17,12 @@ import (
 	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/offsets"
 )
 
-// leftBehind is a partition of a retry topic that a group parked messages in and,
-// as it is configured now, does not read any more.
+// leftBehind is a partition of a retry topic in which a group has parked messages. With its
+// present configuration the group does not read the partition any more.
 type leftBehind struct {
 	topic     string
 	partition int32
-	records   int64 // at most so many: from the first message to the end
+	records   int64 // the most that can be there: from the first message to the end
 	source    string
 	group     string
 }
@@ -35,12 +35,12 @@ func handleLeft(in *cluster.Admin, topic string) string {
 	return fmt.Sprintf("run with the Delays, Topic, Group and Sources they were parked with until they are handled; or give them up: kafka-topics.sh --bootstrap-server %s --delete --topic %s", in.Addrs, topic)
 }
 
-// left are the messages of cfg's sources in retry topics that cfg does not name:
-// those of levels that it has no delay for, and those whose offsets the group has
-// committed as [Topics] does.
+// left finds messages of cfg's sources in retry topics that cfg does not name. These are topics
+// of levels for which cfg has no delay, and topics whose offsets the group has committed as
+// [Topics] does.
 func left(in *cluster.Admin, client sarama.Client, cfg Config, group string) ([]leftBehind, error) {
 	committed, err := in.ListConsumerGroupOffsets(group, nil)
-	if errors.Is(err, sarama.ErrGroupIDNotFound) { // some brokers say so, others have no offsets
+	if errors.Is(err, sarama.ErrGroupIDNotFound) { // some brokers return this error, others no offsets
 		committed, err = new(sarama.OffsetFetchResponse), nil
 	}
 	if err != nil {
@@ -81,7 +81,7 @@ func left(in *cluster.Admin, client sarama.Client, cfg Config, group string) ([]
 		_, committed := blocks[t.Name]
 		switch {
 		case t.Err == sarama.ErrUnknownTopicOrPartition, t.Err == sarama.ErrTopicAuthorizationFailed && !committed:
-			continue // most were never there
+			continue // most of these topics never existed
 		case t.Err != sarama.ErrNoError:
 			errs = append(errs, fmt.Errorf("kafka: topic %s: %w", t.Name, t.Err))
 			continue
@@ -104,8 +104,8 @@ func left(in *cluster.Admin, client sarama.Client, cfg Config, group string) ([]
 	return all, errors.Join(errs...)
 }
 
-// leftIn looks at one partition. The first message that is not done says whose all
-// of them are; of a stranger nobody knows.
+// leftIn looks at one partition. The source in the first message that is not done counts for all
+// of them. A stranger's record names no source.
 func leftIn(client sarama.Client, topic string, partition int32, done position) (left leftBehind, err error) {
 	left = leftBehind{topic: topic, partition: partition}
 	oldest, err := client.GetOffset(topic, partition, sarama.OffsetOldest)
@@ -117,7 +117,7 @@ func leftIn(client sarama.Client, topic string, partition int32, done position) 
 		return left, fmt.Errorf("kafka: topic %s: %w", topic, err)
 	}
 	from := max(oldest, done.offset)
-	if done.offset > end { // the topic was made anew
+	if done.offset > end { // the topic was created again
 		from = oldest
 		done = position{}
 	}
@@ -134,7 +134,7 @@ func leftIn(client sarama.Client, topic string, partition int32, done position) 
 	return left, nil
 }
 
-// refuseLeft refuses a configuration by which parked messages would never be read.
+// refuseLeft refuses a configuration with which parked messages would never be read.
 func (t *Topics) refuseLeft() error {
 	in, err := cluster.NewAdmin(t.reads)
 	if err != nil {

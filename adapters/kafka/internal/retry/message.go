@@ -25,31 +25,31 @@ const (
 	retryOffset      = retryPrefix + "offset"
 	retryTimestamp   = retryPrefix + "timestamp" // milliseconds, as all times here
 	retryAttempts    = retryPrefix + "attempts"
-	retryLevel       = retryPrefix + "level" // of its own delay; 0 if it only follows
+	retryLevel       = retryPrefix + "level" // last level for its own failures; 0 if it only follows
 	retryMoves       = retryPrefix + "moves" // how often it was written
 	retryNotBefore   = retryPrefix + "not-before"
 	retryFirstFailed = retryPrefix + "first-failed"
 	retryEpoch       = retryPrefix + "claim" // which epoch of the partition wrote it
-	retryGroup       = retryPrefix + "group" // whose: two may have given their topics one name
+	retryGroup       = retryPrefix + "group" // the group that parked it, as two may share a topic name
 )
 
-// A Message is one that is or was parked, as its handler sees it and as its
-// retry topic has it; or one of the claim on its way there (level 0).
+// A Message is parked or was parked, or it is a message of the claim on its way there (level 0).
+// It has the data that its handler sees, and the data of its retry topic.
 type Message struct {
-	msg       *sarama.ConsumerMessage // with the topic, partition, offset, time and headers it had
+	msg       *sarama.ConsumerMessage // with its original topic, partition, offset, time and headers
 	origin    origin
 	keyed     bool
-	level     int   // of the retry topic that has it
-	at        int64 // its offset there; -1 at level 0
-	own       int   // the last level it was parked at for its own failures; 0 none
-	moves     int   // how often it was written
+	level     int   // level of the retry topic that has it; 0: the claim
+	at        int64 // its offset in that topic; -1 at level 0
+	own       int   // the last level it was parked at for its own failures; 0 for none
+	moves     int   // how often it was written to a retry topic
 	tries     int   // handler calls so far
 	first     int64 // when it first failed, 0 if it never did
 	notBefore int64
 	claim     string
-	group     string // that parked it; "" if the record does not say
-	due       int64  // notBefore, or later: that of its key's last one before it
-	back      int64  // not 0: the handler was not called, and it waits again until then
+	group     string // the group that parked it; "" if the record does not say
+	due       int64  // when it is handed over: notBefore, or later, after waiting messages of its key
+	back      int64  // if not 0: the handler was not called, and the message waits again until back
 	size      int
 }
 
@@ -73,7 +73,7 @@ func (p *Message) producerMessage(topic string) *sarama.ProducerMessage {
 	number := func(name string, n int64) { add(name, strconv.FormatInt(n, 10)) }
 	add(retryTopicHeader, p.msg.Topic)
 	number(retryPartition, int64(p.msg.Partition))
-	number(retryOffset, p.origin.offset) // below 0: of a stranger, see strangeOffset
+	number(retryOffset, p.origin.offset) // below 0: written by a stranger, see strangeOffset
 	number(retryTimestamp, p.origin.stamp)
 	number(retryAttempts, int64(p.tries))
 	number(retryLevel, int64(p.own))
@@ -84,11 +84,12 @@ func (p *Message) producerMessage(topic string) *sarama.ProducerMessage {
 	return m
 }
 
-// strangeOffset is the origin's offset of a record that nobody of this package wrote:
-// its own, below all that a claim has, and another at each level.
+// strangeOffset is the origin's offset of a stranger: a record that this package has not written.
+// It is made from the record's own offset, is below all offsets of a claim, and differs at each
+// level.
 func strangeOffset(at int64, level int) int64 { return math.MinInt64 + at*maxLevels + int64(level-1) }
 
-// offsetOf is the offset that a message had, of its origin's.
+// offsetOf is the offset that a message had, computed from its origin's offset.
 func offsetOf(offset int64) int64 {
 	if offset < 0 {
 		return int64(uint64(offset-math.MinInt64) / maxLevels)
@@ -96,8 +97,8 @@ func offsetOf(offset int64) int64 {
 	return offset
 }
 
-// readParked is what a record of a retry topic is. One that nobody of this package
-// wrote has no origin but itself, and is due at once.
+// readParked makes a Message from a record of a retry topic. A record that this package has not
+// written is its own origin, and is due at once.
 func readParked(m *sarama.ConsumerMessage, level int) *Message {
 	was := *m
 	was.Headers = nil
@@ -148,7 +149,7 @@ func stampTime(stamp int64) time.Time {
 	return time.UnixMilli(stamp)
 }
 
-// lane keeps the messages of a key together, and those without one apart.
+// lane keeps the messages of a key together. Each message without a key has a lane of its own.
 func (p *Message) lane() uint64 {
 	if p.keyed {
 		return p.origin.key

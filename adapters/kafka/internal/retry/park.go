@@ -18,18 +18,19 @@ import (
 )
 
 const (
-	// followWait is how long a message waits for the end of its key's last parked
-	// one to be committed, before it follows.
+	// followWait is how long a message waits for the commit of its key's last parked message,
+	// before it follows.
 	followWait = 500 * time.Millisecond
-	// maxBehind is how long after its own time a message waits in its retry topic for
-	// another one, which may be due much later than this topic keeps its records.
+	// maxBehind is how long after its own due time a message waits in its retry topic for the
+	// message that it follows. That message may be due much later than this topic keeps its
+	// records.
 	maxBehind = retryMargin / 2
-	// lookAgain and lookAtLast are how soon a message that waits for another one looks
-	// again: when that is due, but at last while its topic may have been read on so far
-	// that it is in the way.
+	// lookAgain and lookAtLast bound the time until a message that waits for another one looks
+	// again. It looks when the other one is due, but after lookAtLast at the latest: its topic
+	// may have been read on so far that the waiting message blocks it.
 	lookAgain  = 20 * time.Millisecond
 	lookAtLast = 30 * time.Second
-	// largeAgain is how soon a message that is too large to follow looks again.
+	// largeAgain is the time until a message that is too large to follow looks again.
 	largeAgain = 5 * time.Second
 	// parkTimeout bounds one write of a message that follows.
 	parkTimeout = 10 * time.Second
@@ -42,7 +43,7 @@ var (
 	errParkedFull = fmt.Errorf("%w: kafka: RetryConfig.MaxParked messages of the partition are parked", dlq.ErrPutOff)
 )
 
-// Handler is a handler of the claim: a message behind a parked one follows it.
+// Handler makes the handler of the claim: a message behind a parked one of its key follows it.
 func (pt *Partition) Handler(handle func(context.Context, *sarama.ConsumerMessage) error) func(context.Context, *sarama.ConsumerMessage) error {
 	return func(ctx context.Context, m *sarama.ConsumerMessage) error {
 		if pt.table.used.Load() {
@@ -54,7 +55,7 @@ func (pt *Partition) Handler(handle func(context.Context, *sarama.ConsumerMessag
 	}
 }
 
-// ParkedHandler is a handler of what is parked.
+// ParkedHandler makes the handler of parked messages.
 func (pt *Partition) ParkedHandler(handle func(context.Context, *sarama.ConsumerMessage) error) func(context.Context, *Message) error {
 	return func(ctx context.Context, p *Message) error {
 		if handles, err := pt.first(ctx, p); !handles {
@@ -64,8 +65,8 @@ func (pt *Partition) ParkedHandler(handle func(context.Context, *sarama.Consumer
 	}
 }
 
-// first sees to a message that must not be handled now: it follows its key, or is a
-// copy. To the guard neither is a success or a failure.
+// first decides whether a message is handled now. If it must follow its key, or is a copy, it is
+// not handled: to the guard that is no success and no failure.
 func (pt *Partition) first(ctx context.Context, p *Message) (handle bool, err error) {
 	for patient := p.level == 0 || pt.mayWait(p); ; {
 		f := pt.table.up(p, patient)
@@ -100,7 +101,7 @@ func (pt *Partition) follow(ctx context.Context, p *Message, level int) error {
 	to.moves, to.notBefore, to.claim = p.moves+1, pt.t.Now().UnixMilli(), pt.epoch
 	at, err := pt.t.write(limited, &to, pt.levels[level-1].name)
 	pt.said.say("a message cannot follow its key: its source waits", pt.c.Source, err)
-	if errors.Is(err, dlq.ErrTooLarge) { // its turn comes when what it follows is done
+	if errors.Is(err, dlq.ErrTooLarge) { // it is handled when the message that it follows is done
 		pt.table.dropped(p)
 		return guard.Backoff(fmt.Errorf("%w: %w", errNoFollow, err), time.Now().Add(largeAgain))
 	}
@@ -112,10 +113,10 @@ func (pt *Partition) follow(ctx context.Context, p *Message, level int) error {
 	return guard.Ignore(errFollows)
 }
 
-// Parks is [guard.Parker.Parks] of a message of the claim.
+// Parks is [guard.Parker.Parks] for a message of the claim.
 func (pt *Partition) Parks() bool { return len(pt.levels) > 0 }
 
-// Park is [guard.Parker.Park] of a message of the claim.
+// Park is [guard.Parker.Park] for a message of the claim.
 func (pt *Partition) Park(ctx context.Context, m *sarama.ConsumerMessage, r *dlq.Record) error {
 	return pt.park(ctx, pt.claimed(m), r)
 }
@@ -125,7 +126,8 @@ func (pt *Partition) Parked() (now int, followed uint64) {
 	return pt.table.size(), pt.table.followed.Load()
 }
 
-// Settled ends what was begun to park a message of the claim, before it is acked.
+// Settled ends an attempt to park a message of the claim. It is called before the message is
+// acked.
 func (pt *Partition) Settled(m *sarama.ConsumerMessage) {
 	if pt.table.used.Load() {
 		pt.table.finish(pt.claimed(m))
@@ -155,8 +157,8 @@ func (pt *Partition) park(ctx context.Context, p *Message, r *dlq.Record) error 
 	return err
 }
 
-// mayWait tells whether a message may wait in memory for one of its key, instead of
-// being written behind it: while half of what may wait there is free.
+// mayWait tells whether a message may wait in memory for another one of its key, instead of being
+// written behind it. It may while half of the room in memory is free.
 func (pt *Partition) mayWait(p *Message) bool {
 	l := pt.levels[p.level-1]
 	at, _ := l.marks.Settled()
@@ -165,7 +167,7 @@ func (pt *Partition) mayWait(p *Message) bool {
 	return l.count < readAhead/2 && l.bytes < readAheadBytes/2 && l.read-at < offsets.MaxAhead/2
 }
 
-// Port is that of the source of what is parked.
+// Port is the port of the source of parked messages.
 func (pt *Partition) Port() guard.Port[*Message] { return port{pt} }
 
 type port struct{ *Partition }
@@ -182,7 +184,7 @@ func (r port) Park(ctx context.Context, p *Message, rec *dlq.Record) error {
 
 func (r port) Meta(p *Message) guard.Meta {
 	from := cluster.Origin(p.msg, r.t.cfg.Group)
-	if p.origin.offset < 0 { // its letter is one of the source, in which it has no offset
+	if p.origin.offset < 0 { // a stranger: its dead letter names the source, where it has no offset
 		from.Source, from.Offset, from.HasOffset = r.c.Topic, 0, false
 	}
 	return guard.Meta{
@@ -191,9 +193,9 @@ func (r port) Meta(p *Message) guard.Meta {
 	}
 }
 
-// Ack settles the record in its retry topic, and the message unless it went on. One
-// that has to wait for another is taken back, and comes again: it is counted as
-// received each time, and as returned.
+// Ack settles the record in its retry topic. It also settles the message, unless the message went
+// on to another topic. A message that must wait for another one is taken back, and comes again:
+// each time it counts as received and as returned.
 func (r port) Ack(p *Message) error {
 	l := r.levels[p.level-1]
 	if due := p.back; due > 0 {

@@ -22,77 +22,79 @@ import (
 type Claim struct {
 	Topic     string
 	Partition int32
-	Source    string // its name in the guard
-	Initial   int64  // offset that was committed at its start, below 0 for none
+	Source    string // the source's name in the guard
+	Initial   int64  // committed offset at the claim's start; below 0 for none
 	Session   sarama.ConsumerGroupSession
-	Config    *sarama.Config // of the group
-	Timeout   time.Duration  // of a handler
+	Config    *sarama.Config // the group's configuration
+	Timeout   time.Duration  // the handler's timeout
 	Log       *slog.Logger
 
 	ByKey   bool                                 // the messages of a key keep their order
-	Key     func(*sarama.ConsumerMessage) []byte // nil: the message's own
-	Settled func() int64                         // offset of its oldest message that is not settled, -1 if it has had none
+	Key     func(*sarama.ConsumerMessage) []byte // chooses a message's key; nil: the message's own
+	Settled func() int64                         // settled below this offset; -1: no message yet
 }
 
-// A Partition is the part of one epoch of one partition that parks: it reads the same
-// partition of the retry topics, and has the ports' part in it.
+// A Partition parks the messages of one epoch of one partition. It reads the same partition of
+// the retry topics, and does their part of the guard's ports.
 //
-// Before the claim's first message it reads the retry topics from what is committed
-// to their end, and so knows what is parked (table). Then a goroutine for each level
-// reads on, one hands over what is due, one commits; all end with Stop. Lock order:
-// Partition.mu, then that of a table or tracker; none is held during a call of the guard
-// or of sarama.
+// Before the claim's first message it reads the retry topics from the committed offset to their
+// end, and so knows the parked messages (table). After that it has these goroutines: one for each
+// level reads on, one hands over due messages, one commits. All end with Stop. Lock order:
+// Partition.mu, then the lock of a table or tracker. None is held during a call of the guard or
+// of sarama.
 type Partition struct {
-	t      *Topics
-	c      Claim
-	table  *table
-	epoch  string // in what this claim parks: other records after the start are of an earlier owner
+	t     *Topics
+	c     Claim
+	table *table
+	// epoch is in the records that this claim parks. Other records after the start are from an
+	// earlier owner.
+	epoch  string
 	levels []*levelTopic
-	replay int64 // the claim hands over again what it had handled up to here; -1 nothing
+	replay int64 // the highest offset of a parked message that the claim delivers again; -1 for none
 	write  time.Duration
 
 	wake   chan struct{}
-	kick   chan struct{} // a commit is wanted
-	broken func()        // a retry topic is another: the claim has to begin anew
+	kick   chan struct{} // asks for a commit at once
+	broken func()        // called if a retry topic is another one: the claim must begin again
 	given  atomic.Bool   // the claim was left: nothing more is committed
 
 	reading, committing sync.WaitGroup
-	settled             chan struct{} // closed when nothing is settled any more
+	settled             chan struct{} // closed when no more messages will be settled
 
 	mu      sync.Mutex
 	pending dueMessages
 
 	said       logOnce
-	foreigners atomic.Bool // said that another group parks here, too
+	foreigners atomic.Bool // logged that another group parks here, too
 }
 
 // levelTopic is one level of a Partition.
 type levelTopic struct {
 	level int
 	name  string
-	start int64    // of the reading
-	end   int64    // of the topic at the start
-	began position // what was committed, or stands for it
+	start int64    // offset at which reading starts
+	end   int64    // the topic's end at the start
+	began position // the committed position at the start, or a replacement
 	marks *offsets.Tracker
 	room  chan struct{}
 
-	sent   position // that was committed last; the committer's
+	sent   position // the position that was committed last; for the committer only
 	sentAt time.Time
 
 	// Under Partition.mu:
-	settled      map[int64]bool // after start, by what is committed, and not read yet
-	read         int64          // the end of what was read
+	settled      map[int64]bool // offsets after start that are settled, and not read yet
+	read         int64          // the offset after the last message that take let wait (push)
 	count, bytes int
 	last         map[uint64]*keyDue
 }
 
-// keyDue is when the last message of a key that waits is due.
+// keyDue says when the last waiting message of a key is due.
 type keyDue struct {
 	due int64
 	n   int
 }
 
-// askAgain is how soon what cannot be read, written or committed is tried again.
+// askAgain is the wait before a failed read, write or commit is tried again.
 const askAgain = 500 * time.Millisecond
 
 func newPartition(t *Topics, c Claim) *Partition {
@@ -109,12 +111,12 @@ func newPartition(t *Topics, c Claim) *Partition {
 	return pt
 }
 
-// claimed is a message of the claim.
+// claimed makes a Message from a message of the claim.
 func (pt *Partition) claimed(m *sarama.ConsumerMessage) *Message {
 	return pt.identified(&Message{msg: m, origin: origin{offset: m.Offset, stamp: stampOf(m.Timestamp)}, at: -1})
 }
 
-// parked is a message of a retry topic.
+// parked makes a Message from a message of a retry topic.
 func (pt *Partition) parked(m *sarama.ConsumerMessage, level int) *Message {
 	return pt.identified(readParked(m, level))
 }
@@ -134,8 +136,8 @@ func (pt *Partition) identified(p *Message) *Message {
 	return p
 }
 
-// keyOf is the key that the user's function chooses. If that panics the message has none,
-// and no order: the guard has said so.
+// keyOf is the key that the user's function chooses. If the function panics, the message has no
+// key and no order; the guard has logged that.
 func (pt *Partition) keyOf(m *sarama.ConsumerMessage) (key []byte) {
 	defer func() {
 		if recover() != nil {
@@ -145,7 +147,7 @@ func (pt *Partition) keyOf(m *sarama.ConsumerMessage) (key []byte) {
 	return pt.c.Key(m)
 }
 
-// seed is one for the process, so that a key is in the same lane in each epoch.
+// seed is the same in the whole process, so that a key is in the same lane in each epoch.
 var seed = maphash.MakeSeed()
 
 // notify leaves a value in a channel of capacity 1.
@@ -156,7 +158,7 @@ func notify(c chan<- struct{}) {
 	}
 }
 
-// pause waits, or until ctx ends.
+// pause waits for d, or until ctx ends.
 func pause(ctx context.Context, d time.Duration) { await(ctx, nil, d) }
 
 // await waits for a channel to be closed; false if ctx ended or d passed before.
@@ -172,7 +174,7 @@ func await(ctx context.Context, c <-chan struct{}, d time.Duration) bool {
 	return false
 }
 
-// logOnce logs a trouble when it begins, changes or is over, and not each time.
+// logOnce logs a problem when it begins, changes or is over, but not each time.
 type logOnce struct {
 	log *slog.Logger
 
@@ -180,7 +182,7 @@ type logOnce struct {
 	last map[[2]string]string
 }
 
-// say tells of err, or with nil that what is over.
+// say logs err. With a nil err it logs that the problem called what is over.
 func (s *logOnce) say(what, where string, err error) {
 	switch {
 	case !s.changed(what, where, err):
@@ -191,7 +193,7 @@ func (s *logOnce) say(what, where string, err error) {
 	}
 }
 
-// changed tells whether that is news. Nothing is logged under the lock.
+// changed tells whether err is new for what and where. say logs outside the lock.
 func (s *logOnce) changed(what, where string, err error) bool {
 	text := ""
 	if err != nil {

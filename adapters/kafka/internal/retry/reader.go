@@ -19,14 +19,14 @@ import (
 )
 
 const (
-	// readAhead and readAheadBytes are how much of a level may wait in memory.
+	// readAhead and readAheadBytes bound the messages of a level that wait in memory.
 	readAhead      = 1024
 	readAheadBytes = 8 << 20
 )
 
-// boot learns what is parked, and tries until ctx ends or the claim does not fit. What is
-// committed is asked first and the end of the topics after it: what an earlier owner has
-// settled is then further on, or done.
+// boot learns which messages are parked, and tries until ctx ends or the claim does not fit. It
+// asks for the committed offsets first, and then for the end of the topics. So a message that an
+// earlier owner has settled is found in a later place, or is done.
 func (pt *Partition) boot(ctx context.Context) error {
 	for ctx.Err() == nil {
 		var err error
@@ -41,7 +41,7 @@ func (pt *Partition) boot(ctx context.Context) error {
 			return ctx.Err()
 		}
 		if errors.Is(err, cluster.ErrUnsuitable) && !slices.Contains(pt.t.cfg.Sources, pt.c.Topic) {
-			return err // no waiting mends it; partitions may yet be added
+			return err // waiting cannot mend this; missing partitions may still be added
 		}
 		pt.said.say("what is parked cannot be read: the claim waits", pt.c.Source, err)
 		if err == nil {
@@ -53,7 +53,7 @@ func (pt *Partition) boot(ctx context.Context) error {
 }
 
 func (pt *Partition) look(ctx context.Context) error {
-	// Setup asks too, but a cooperative group has claims that come after it.
+	// Setup asks, too, but a cooperative group has claims that come after Setup.
 	if err := pt.t.Fits(pt.t.cfg.Group, map[string][]int32{pt.c.Topic: {pt.c.Partition}}); err != nil {
 		return err
 	}
@@ -77,11 +77,11 @@ func (pt *Partition) look(ctx context.Context) error {
 		}
 		l.began, l.settled = done[i], offsets.Decode(done[i].offset, done[i].meta)
 		switch at := l.began.offset; {
-		case at > l.end: // the topic was made anew
+		case at > l.end: // the topic was created again
 			l.began, l.settled = position{offset: oldest}, nil
 		case at < oldest:
 			l.began = position{offset: oldest}
-			if at >= 0 { // what is committed is not done: retention was faster
+			if at >= 0 { // the messages from at on were not done: retention was faster
 				pt.c.Log.Error("parked messages are lost: the retry topic keeps them too short", "topic", l.name, "partition", pt.c.Partition, "from", at, "to", oldest)
 			}
 		}
@@ -108,7 +108,7 @@ func (pt *Partition) load(ctx context.Context, l *levelTopic) error {
 	defer silent.Stop()
 	for next := l.start; next < l.end; {
 		select {
-		case <-silent.C: // what follows may be none that comes this way
+		case <-silent.C: // the rest may be records that sarama does not deliver
 			at, m, err := cluster.FirstMessage(pt.t.reads, l.name, pt.c.Partition, next, l.end, nil)
 			if err != nil {
 				return err
@@ -148,8 +148,8 @@ func (pt *Partition) load(ctx context.Context, l *levelTopic) error {
 	return nil
 }
 
-// open begins to read a level; another claim of this process may be on its way out
-// of it, which sarama tells nobody: it is asked again until that is gone, or ctx ends.
+// open begins to read a level. Another claim of this process may still read it, and sarama does
+// not tell when that claim ends: open tries again until it has, or ctx ends.
 func (pt *Partition) open(ctx context.Context, l *levelTopic, from int64) (sarama.PartitionConsumer, error) {
 	const waits = "its retry topic is still read by a claim that ends: the claim waits"
 	for {
@@ -197,7 +197,7 @@ func (pt *Partition) read(ctx context.Context, l *levelTopic) {
 	}
 }
 
-// skip is where the reading goes on that the broker has ended.
+// skip returns where to read on after the broker has refused offset next.
 func (pt *Partition) skip(l *levelTopic, next int64) int64 {
 	oldest, err := pt.t.reads.GetOffset(l.name, pt.c.Partition, sarama.OffsetOldest)
 	if err != nil {
@@ -229,7 +229,7 @@ func (pt *Partition) readFrom(ctx context.Context, l *levelTopic, part sarama.Pa
 		select {
 		case m, ok := <-messages:
 			if !ok {
-				return next, sarama.ErrOffsetOutOfRange // the one reason for which it closes by itself
+				return next, sarama.ErrOffsetOutOfRange // the only reason for which sarama closes it
 			}
 			pt.said.say("a retry topic cannot be read: what is parked waits", l.name, nil)
 			if m.Offset >= next {
@@ -257,7 +257,8 @@ func (pt *Partition) hasRoom(l *levelTopic, next int64) bool {
 	return l.count < readAhead && l.bytes < readAheadBytes && (at < 0 || next-at < offsets.MaxAhead)
 }
 
-// lost says that a retry topic no longer has what was parked there.
+// lost logs that a retry topic no longer has parked messages: those at offsets of at least from
+// and below to.
 func (pt *Partition) lost(l *levelTopic, from, to int64) {
 	if from >= to {
 		return
@@ -267,7 +268,7 @@ func (pt *Partition) lost(l *levelTopic, from, to int64) {
 	}
 }
 
-// foreign tells whether another group has parked a message, which handles it itself.
+// foreign tells whether another group has parked a message. That group handles it.
 func (pt *Partition) foreign(p *Message) bool {
 	if p.group == "" || p.group == pt.t.cfg.Group {
 		return false
@@ -278,7 +279,7 @@ func (pt *Partition) foreign(p *Message) bool {
 	return true
 }
 
-// take takes in what was read.
+// take takes in a message that was read from a level.
 func (pt *Partition) take(l *levelTopic, m *sarama.ConsumerMessage) {
 	p := pt.parked(m, l.level)
 	own := p.claim == pt.epoch
@@ -291,7 +292,7 @@ func (pt *Partition) take(l *levelTopic, m *sarama.ConsumerMessage) {
 	if before || pt.foreign(p) || !pt.table.arrive(p, own) {
 		l.marks.Settle(m.Offset, "")
 		pt.mu.Lock()
-		delete(l.settled, m.Offset) // marks know it now
+		delete(l.settled, m.Offset) // marks has it now
 		pt.mu.Unlock()
 		return
 	}

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package retry parks messages of Kafka in retry topics, and reads them back when they are
-// due. The adapter opens the sources; this package has what is theirs of the broker.
+// Package retry parks Kafka messages in retry topics, and reads them back when they are due. The
+// adapter opens the guard's sources. This package does their work with the broker.
 package retry
 
 import (
@@ -16,7 +16,7 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// Fits reports what keeps a group's claims from being parked.
+// Fits reports why messages of a group's claims could not be parked.
 func (t *Topics) Fits(group string, claims map[string][]int32) error {
 	var errs []error
 	if group != t.cfg.Group {
@@ -47,16 +47,16 @@ func (t *Topics) Fits(group string, claims map[string][]int32) error {
 	return errors.Join(errs...)
 }
 
-// Open reads what of a claim is parked. A claim that does not fit is a
+// Open reads the parked messages of a claim. A claim that does not fit is a
 // [cluster.ErrUnsuitable]; any other error is ctx's.
 func (t *Topics) Open(ctx context.Context, c Claim) (*Partition, error) {
 	pt := newPartition(t, c)
 	return pt, pt.boot(ctx)
 }
 
-// Start reads on until ctx ends, hands what is due to the feed of the source that was
-// opened with [Partition.Port], and commits what is done until Stop. It calls broken when a
-// retry topic is another than it was: then the claim has to begin anew.
+// Start reads on until ctx ends, and hands due messages to feed: the feed of the source that was
+// opened with [Partition.Port]. It commits what is done until Stop. It calls broken if a retry
+// topic is another one than before: the claim must then begin again.
 func (pt *Partition) Start(ctx context.Context, feed *guard.Feed[*Message], broken func()) {
 	pt.broken = broken
 	for _, l := range pt.levels {
@@ -66,9 +66,9 @@ func (pt *Partition) Start(ctx context.Context, feed *guard.Feed[*Message], brok
 	pt.committing.Go(func() { pt.commitAlways(pt.settled) })
 }
 
-// Stop ends what Start began, once the context of that and both sources have ended. It
-// waits no longer than limit for the last commit. What goes on after it, where a broker
-// is silent, commits nothing and ends with sarama's requests.
+// Stop ends what Start began. Call it when the context of Start and both sources have ended. It
+// waits for the last commit, no longer than limit. If a broker is silent, running requests go on
+// after limit and end with sarama's timeouts. No new commit is sent then.
 func (pt *Partition) Stop(limit time.Duration) error {
 	inTime, _ := cluster.EndsWithin(limit, func() error {
 		pt.reading.Wait()

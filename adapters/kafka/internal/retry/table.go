@@ -9,27 +9,27 @@ import (
 	"sync/atomic"
 )
 
-// origin is what a parked message was in its own topic and partition. The time
-// and the key tell a topic that was made anew, whose offsets repeat.
+// origin identifies a parked message in its own topic and partition. Time and key tell messages
+// apart if the topic was created again, so that offsets repeat.
 type origin struct {
 	offset int64
 	stamp  int64 // milliseconds
 	key    uint64
 }
 
-// entry is one message that is parked, or on its way.
+// entry is a message that is parked, or on its way.
 type entry struct {
 	origin origin
 	keyed  bool
-	level  int   // of the retry topic that has it; 0: the claim alone
-	at     int64 // offset there; -1 unknown
+	level  int   // level of the retry topic that has it; 0: only the claim has it
+	at     int64 // offset in that topic; -1 unknown
 	moves  int   // how often it was written
-	next   int   // level it is being written to; 0 none
+	next   int   // level that it is being written to; 0 for none
 	due    int64 // when it is to be handled, milliseconds
-	gone   bool  // from the table
+	gone   bool  // removed from the table
 }
 
-// where is the level behind which what follows the message has to go.
+// where is the level that messages behind this one must go to.
 func (e *entry) where() int {
 	if e.next > 0 {
 		return e.next
@@ -39,12 +39,12 @@ func (e *entry) where() int {
 
 // keyQueue is a key with parked messages.
 type keyQueue struct {
-	order byOffset      // its messages; those that are gone are taken out at the top
-	total int           // of them, not gone
-	freed chan struct{} // not nil while its last one is done and not yet committed
+	order byOffset      // the key's messages; gone ones are taken out when they are at the top
+	total int           // messages of order that are not gone
+	freed chan struct{} // not nil while the last message of the key is done and not yet committed
 }
 
-// byOffset is a heap: the first message of a key, as the claim had it, is on top.
+// byOffset is a heap: the message that was first in the claim is on top.
 type byOffset []*entry
 
 func (h *byOffset) Len() int           { return len(*h) }
@@ -72,36 +72,33 @@ func (k *keyQueue) first() *entry {
 	return k.order[0]
 }
 
-// table knows what of one partition is parked. The claim and its retry
-// source share it: "handle or follow" and "the key is free" are decided under its
-// lock, so neither can overtake the other.
+// table knows the parked messages of one partition. The claim and its retry source share it. The
+// decisions "handle or follow" and "the key is free" are made under its lock, so neither can
+// overtake the other.
 //
-// The law that keeps the order of a key: a message is handled only if none of its
-// key that stood before it in the claim is in the table; otherwise it goes behind
-// the first of these, into the same retry topic. A message is in the table from
-// before it is written until after it is settled, so wherever it is, what stood
-// behind it cannot pass.
+// This rule keeps the order of a key: a message is handled only if the table has no message of
+// its key that stood before it in the claim. Otherwise it goes behind the first of these
+// messages, into the same retry topic. A message is in the table from before it is written until
+// after it is settled. So the messages behind it cannot pass it, wherever it is.
 //
-// It is safe for concurrent use. It holds some 200 bytes for each parked message,
-// and at most max of them; only what was parked before with a larger max may be
-// more.
+// It is safe for concurrent use. It holds about 200 bytes for each parked message, and at most
+// max messages. It has more only if they were parked before, with a larger max.
 type table struct {
 	max int
 
-	used     atomic.Bool // something was parked in this epoch: otherwise nobody looks
+	used     atomic.Bool // messages were parked in this epoch or before; if not, nobody asks the table
 	followed atomic.Uint64
 
 	mu      sync.Mutex
 	entries map[origin]*entry
 	keys    map[uint64]*keyQueue
-	freeing []uint64 // keys whose end is to be committed
+	freeing []uint64 // keys whose end is not yet committed
 	done    map[origin]struct{}
-	recent  []origin // of done, a ring
+	recent  []origin // the origins of done, as a ring
 	oldest  int
 }
 
-// recentlyDone is how many finished messages are remembered, for copies of them
-// that come late.
+// recentlyDone is how many finished messages are remembered, to recognise copies that come late.
 const recentlyDone = 4096
 
 func newTable(limit int) *table {
@@ -110,28 +107,28 @@ func newTable(limit int) *table {
 	}
 }
 
-// fate is what is to be done with a message that is up.
+// fate says what to do with a message whose turn it is.
 type fate struct {
 	kind  fateKind
-	level int           // follow: where to
-	due   int64         // wait: until when
-	freed chan struct{} // await
+	level int           // fateFollow: where to
+	due   int64         // fateWait: until when, milliseconds
+	freed chan struct{} // fateAwait: closed when the key is free, or has a parked message again
 }
 
 type fateKind uint8
 
 const (
 	fateHandle fateKind = iota
-	fateFollow          // write it to level, then settle it
-	fateSettle          // it is a copy: settle it
-	fateWait            // it stays where it is for now
-	fateAwait           // its key is about to be free
-	fateFull            // it has to follow, and the table is full
+	fateFollow          // write the message to level, then settle it
+	fateSettle          // settle the message: it is a copy
+	fateWait            // the message stays where it is for now
+	fateAwait           // the message's key is about to be free
+	fateFull            // the message must follow, and the table is full
 )
 
-// up decides about a message of the claim (level 0) or of a retry topic. patient
-// says that it may wait: for the commit that frees its key, or in its retry topic
-// for what it would follow.
+// up decides about a message of the claim (level 0) or of a retry topic. patient says that the
+// message may wait: for the commit that frees its key, or in its retry topic for the message that
+// it would follow.
 func (t *table) up(p *Message, patient bool) fate {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -139,7 +136,7 @@ func (t *table) up(p *Message, patient bool) fate {
 	switch {
 	case t.elsewhere(p, e):
 		return fate{kind: fateSettle}
-	case e != nil && e.next > 0: // a write that was begun is ended, whatever became of the key
+	case e != nil && e.next > 0: // finish a write that was begun, even if the key is free
 		return fate{kind: fateFollow, level: e.next}
 	case !p.keyed:
 		return fate{}
@@ -148,10 +145,10 @@ func (t *table) up(p *Message, patient bool) fate {
 	if k == nil {
 		return fate{}
 	}
-	level := 1 // done and not committed: as if it were there
+	level := 1 // the key is done but not committed: as if a message were parked
 	switch first := k.first(); {
 	case first != nil && p.origin.offset <= first.origin.offset:
-		return fate{} // its turn, or delivered again and before all that is parked
+		return fate{} // the first of its key, or delivered again and before all parked ones
 	case first != nil && p.level > 0 && patient:
 		return fate{kind: fateWait, due: first.due + 1}
 	case first != nil:
@@ -165,8 +162,8 @@ func (t *table) up(p *Message, patient bool) fate {
 	return fate{kind: fateFollow, level: level}
 }
 
-// elsewhere tells whether a message is not what is parked, but a copy of what is
-// done or went on.
+// elsewhere tells whether a message is not the parked one, but a copy of a message that is done
+// or went on.
 func (t *table) elsewhere(p *Message, e *entry) bool {
 	switch {
 	case e == nil:
@@ -177,7 +174,7 @@ func (t *table) elsewhere(p *Message, e *entry) bool {
 	return e.level != p.level || e.at != p.at
 }
 
-// reserve announces that a message is written to a level; nil if there is no room.
+// reserve announces that a message will be written to a level; nil if there is no room.
 func (t *table) reserve(p *Message, next int, due int64) *entry {
 	e := t.entries[p.origin]
 	if e == nil {
@@ -228,8 +225,8 @@ func (t *table) remove(e *entry) {
 	}
 }
 
-// park announces that a message which has failed is written to a level. gone says
-// that it was written already; level 0 that there is no room.
+// park announces that a failed message will be written to a level. gone says that the message was
+// written already; level 0 says that there is no room.
 func (t *table) park(p *Message, next int, due int64) (level int, gone bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -237,7 +234,7 @@ func (t *table) park(p *Message, next int, due int64) (level int, gone bool) {
 	switch {
 	case t.elsewhere(p, e):
 		return 0, true
-	case e != nil && e.next > 0: // a try before failed; this one is due later
+	case e != nil && e.next > 0: // an earlier try failed; this one is due later
 		e.due = due
 		return e.next, false
 	case t.reserve(p, next, due) == nil:
@@ -246,8 +243,7 @@ func (t *table) park(p *Message, next int, due int64) (level int, gone bool) {
 	return next, false
 }
 
-// dropped says that a message which was announced was not written and never can be: it
-// stays where it is.
+// dropped says that an announced message was not written and never can be: it stays where it is.
 func (t *table) dropped(p *Message) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -260,8 +256,8 @@ func (t *table) dropped(p *Message) {
 	}
 }
 
-// landed says that the copy of a message that was made of p is confirmed in the
-// retry topic of a level; at is -1 where the producer does not know its offset.
+// landed says that the copy made of p is confirmed in the retry topic of a level. at is the
+// copy's offset, -1 if the producer does not know it.
 func (t *table) landed(p *Message, level int, at int64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -279,10 +275,9 @@ func (t *table) land(e *entry, level int, at int64, moves int) {
 	}
 }
 
-// load takes over what a retry topic has at the start. Of two copies that which
-// was written later counts: it is confirmed before the other is settled; of two of
-// the same writing the first. The other is settled by that: its place is returned, level 0
-// for none.
+// load takes over a message that a retry topic has at the start. Of two copies the one that was
+// written later counts: it was confirmed before the other was settled. Of two copies of one write
+// the first counts. The other copy is then settled: load returns its place, level 0 for none.
 func (t *table) load(p *Message) (level int, at int64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -297,9 +292,9 @@ func (t *table) load(p *Message) (level int, at int64) {
 	return level, at
 }
 
-// arrive tells whether a message that was read from a retry topic is the parked
-// one, or a copy: of one that is done, that is elsewhere, or that an earlier owner
-// of the partition wrote after this claim had looked.
+// arrive tells whether a message that was read from a retry topic is the parked one. Otherwise it
+// is a copy: its message is done or elsewhere, or an earlier owner of the partition wrote it
+// after this claim had looked.
 func (t *table) arrive(p *Message, own bool) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -313,20 +308,20 @@ func (t *table) arrive(p *Message, own bool) bool {
 	return e.level == p.level && e.at == p.at
 }
 
-// finish says that a message is settled where it was.
+// finish says that a message is settled in its present place.
 func (t *table) finish(p *Message) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	e := t.entries[p.origin]
 	if e == nil || e.level != p.level || e.at != p.at {
-		return // it went on, or was a copy
+		return // the message went on, or p was a copy
 	}
 	t.remove(e)
 	t.remember(p.origin)
 }
 
-// lost forgets what a retry topic no longer has: parked at a level from an offset
-// on and before another, and not read. It returns how many.
+// lost forgets unread messages that the retry topic of a level no longer has: those at offsets of
+// at least from and below to. It returns their number.
 func (t *table) lost(level int, from, to int64) (n int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -378,7 +373,7 @@ func (t *table) ended() map[uint64]chan struct{} {
 	return keys
 }
 
-// free lets go of keys whose end is committed, unless they were parked again.
+// free removes keys whose end is committed, unless messages of them were parked again.
 func (t *table) free(keys map[uint64]chan struct{}) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

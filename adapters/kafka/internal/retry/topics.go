@@ -22,10 +22,10 @@ import (
 type Topics struct {
 	cfg    Config
 	out    *cluster.Sender
-	max    map[string]int // the largest record of a retry topic
+	max    map[string]int // largest record of each retry topic, in bytes
 	reads  sarama.Client
 	reader sarama.Consumer
-	Now    func() time.Time // wall time: what is parked is due by it
+	Now    func() time.Time // wall time, by which parked messages are due
 }
 
 // New connects and creates or checks the topics, as the adapter's NewRetryTopics says.
@@ -69,7 +69,7 @@ func New(addrs []string, config *sarama.Config, cfg Config) (*Topics, error) {
 	return t, nil
 }
 
-// Close is that of the adapter's RetryTopics.
+// Close does what Close of the adapter's RetryTopics says.
 func (t *Topics) Close() error {
 	return t.out.Close(t.reader, t.reads)
 }
@@ -89,7 +89,7 @@ func (c Config) newTopic(source *cluster.Topic, level int) cluster.NewTopic {
 	return cluster.NewTopic{Name: c.Name(source.Name, level), Partitions: source.Partitions, Replicas: c.Replicas, Settings: settings}
 }
 
-// ensureTopics creates the retry topics, or checks those that are there.
+// ensureTopics creates the retry topics, or checks existing ones.
 func (t *Topics) ensureTopics(client sarama.Client) error {
 	in, err := cluster.NewAdmin(client)
 	if err != nil {
@@ -134,7 +134,7 @@ func (t *Topics) ensureTopic(client sarama.Client, in *cluster.Admin, from *clus
 	return errors.Join(errs...)
 }
 
-// takesMetadata asks the group's coordinator whether it takes what is committed.
+// takesMetadata asks the group's coordinator whether it accepts as much metadata as is committed.
 func (t *Topics) takesMetadata(client sarama.Client, in *cluster.Admin) error {
 	coordinator, err := client.Coordinator(t.cfg.Group)
 	if err != nil {
@@ -150,7 +150,8 @@ func (t *Topics) takesMetadata(client sarama.Client, in *cluster.Admin) error {
 	return err
 }
 
-// metadataFault is what is wrong with a broker that commits offsets; nil if nothing is.
+// metadataFault is the fault of a broker that accepts too little metadata with an offset; nil if
+// it accepts enough, or its setting is unknown.
 func metadataFault(in *cluster.Admin, broker int32) (*fault, error) {
 	s, err := in.Settings(sarama.BrokerResource, fmt.Sprint(broker))
 	if err != nil {
@@ -167,10 +168,10 @@ func metadataFault(in *cluster.Admin, broker int32) (*fault, error) {
 	}, nil
 }
 
-// fault is what is wrong with a topic, and what mends it.
+// fault says what is wrong with a topic or broker, and what mends it.
 type fault struct{ what, fix string }
 
-// topicFaults are what would lose parked messages, or keep them from being parked.
+// topicFaults are settings that would lose parked messages, or prevent parking.
 func topicFaults(in *cluster.Admin, from, to *cluster.Topic, delay, margin time.Duration) (faults []fault) {
 	add := func(fix, what string, args ...any) { faults = append(faults, fault{fmt.Sprintf(what, args...), fix}) }
 	alter := func(setting string) string { return in.Alter(to.Name, setting) }
@@ -197,9 +198,8 @@ func topicFaults(in *cluster.Admin, from, to *cluster.Topic, delay, margin time.
 	return faults
 }
 
-// write writes p to a retry topic and waits until all in-sync replicas have it. The
-// offset is -1 where the broker does not say it. One that is too large is a
-// [dlq.ErrTooLarge].
+// write writes p to a retry topic and waits until all in-sync replicas have it. The offset is -1
+// if the broker does not tell it. A message that is too large is a [dlq.ErrTooLarge].
 func (t *Topics) write(ctx context.Context, p *Message, topic string) (int64, error) {
 	m := p.producerMessage(topic)
 	m.Headers = append(m.Headers, sarama.RecordHeader{Key: []byte(retryGroup), Value: []byte(t.cfg.Group)})
@@ -209,7 +209,7 @@ func (t *Topics) write(ctx context.Context, p *Message, topic string) (int64, er
 		at, err = t.out.Send(ctx, m)
 	}
 	if err != nil {
-		if refused := t.out.Refused(m, err); refused != nil && t.out.Squeezes { // else it may be the batch that is
+		if refused := t.out.Refused(m, err); refused != nil && t.out.Squeezes { // else the batch may be too large
 			err = refused
 		}
 		return -1, fmt.Errorf("kafka: retry topic %s: %w", topic, err)
