@@ -13,49 +13,49 @@ import (
 const (
 	// ackDelay is how long a coalesced ack waits for others while a handler runs.
 	ackDelay = 20 * time.Millisecond
-	// passiveDelay is the same in the passive shape, whose handlers are not known
-	// to be running.
+	// passiveDelay is the same delay in the passive shape, which does not know whether a handler
+	// runs.
 	passiveDelay = 5 * time.Millisecond
-	// ackMost is how many acks the passive shape coalesces; the function shape
-	// flushes when the guard says so.
+	// ackMost is how many acks the passive shape coalesces. The function shape flushes when the
+	// guard says so.
 	ackMost = 64
 )
 
-// acker sends the acks of one channel: one frame for everything up to the oldest
-// delivery that is not settled, and one each for what is beyond.
+// acker sends the acks of one channel: one frame for all deliveries up to the oldest unsettled one,
+// and one frame each for the others.
 //
-// Lock order: wire, then tags.mu. wire is held while acks are sent: an ack of
-// many must not overtake, or be overtaken by, one that it covers, since the
-// broker closes the channel over a tag it does not know.
+// Lock order: wire, then tags.mu. wire is held while acks are sent. Otherwise an ack of many and an
+// ack that it covers could overtake each other. The broker closes the channel over a tag that it
+// does not know.
 type acker struct {
 	life atomic.Pointer[life] // nil until there is a channel
 	tags tags
 
-	last   atomic.Int64 // when a frame was sent, in Unix nanoseconds
-	held   atomic.Bool  // no acks or rejects go out
+	last   atomic.Int64 // when the latest frame was sent, in Unix nanoseconds
+	held   atomic.Bool  // acks and rejects are kept back
 	wire   sync.Mutex
 	frames []ack       // guarded by wire
 	late   *time.Timer // sends acks that wait behind a slow handler
 	delay  time.Duration
 }
 
-// begin makes the timer, for acks that have waited for delay. end stops it.
+// begin makes the timer, which sends acks that have waited for delay. end stops it.
 func (a *acker) begin(delay time.Duration) {
 	a.delay = delay
-	a.late = time.AfterFunc(time.Hour, func() { _ = a.flush() }) // an error is the channel's end, which is seen elsewhere
+	a.late = time.AfterFunc(time.Hour, func() { _ = a.flush() }) // an error is the end of the channel, which others see
 	a.late.Stop()
 }
 
 func (a *acker) end() { a.late.Stop() }
 
-// wait makes the timer begin, if an ack is the first that is due.
+// wait starts the timer, if an ack is the first that is due.
 func (a *acker) wait(due int) {
 	if due == 1 {
 		a.late.Reset(a.delay)
 	}
 }
 
-// flush sends what is settled.
+// flush sends the frames of all settled deliveries.
 func (a *acker) flush() error {
 	a.wire.Lock()
 	defer a.wire.Unlock()
@@ -82,8 +82,8 @@ func (a *acker) flush() error {
 	return nil
 }
 
-// hold keeps acks and rejects back from when it returns until release, which
-// sends them.
+// hold keeps acks and rejects back until release, which sends them. None is sent once hold has
+// returned.
 func (a *acker) hold() {
 	a.wire.Lock()
 	defer a.wire.Unlock()
@@ -92,5 +92,5 @@ func (a *acker) hold() {
 
 func (a *acker) release() {
 	a.held.Store(false)
-	_ = a.flush() // an error is the channel's end, which is seen elsewhere
+	_ = a.flush() // an error is the end of the channel, which others see
 }

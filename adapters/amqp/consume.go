@@ -15,50 +15,54 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// Consume guards a queue: it connects, and handle gets the deliveries when the
-// guard says so. nil acks; any other error retries, and later dead-letters;
-// guard.Permanent, guard.Backoff and guard.Ignore say more. handle must not
+// Consume guards a queue: it connects, and calls handle with a delivery when the guard admits it.
+// If handle returns nil, Consume acks. After any other error the guard retries the message, and
+// later dead-letters it. guard.Permanent, guard.Backoff and guard.Ignore say more. handle must not
 // settle the delivery itself: its Ack, Nack and Reject return an error.
 //
-// It blocks until ctx ends and then stops in order: handlers in flight finish
-// within [WithStopTimeout], acks are flushed, and the channel is closed, which
-// puts everything else back in its order. Then it returns nil, or an error that
-// names what could not be finished. It returns [ErrQueueGone] when the queue
-// does not exist, [guard.ErrClosed] when the Guard or the source has ended, before
-// the first connection what is wrong with user, password or vhost, and before it
-// has ever consumed what the broker refuses, such as a permission. Everything else
-// it waits out and logs: a broker that restarts, and what is refused later. On a
-// wrong password a broker hangs up, and so does a network that breaks: three times in
-// a row count as a wrong password.
+// Consume blocks until ctx ends. Then it stops in order: handlers in flight finish within
+// [WithStopTimeout], acks are flushed, and the channel is closed. The close puts all other messages
+// back in their order. Consume returns nil, or an error that names the work that could not be
+// finished.
 //
-// Each channel is an epoch: a delivery is never settled on another channel than
-// its own. When the channel breaks, handlers are cancelled, and what was not
-// acked is delivered again. The channel is closed in order when a delivery has
-// been unsettled for half of [WithConsumerTimeout], and opened again when the
-// source would admit a message. The prefetch is 65 then (or [WithPrefetch], if that
-// is less), so that the guard can try messages behind one that fails. It is the
-// whole again once a message got through; the rest drains at the policy's ramp.
-// Nothing is ever requeued by nack.
-// Messages that are out while the channel is closed a second time go behind
-// those that went back before: the order of a hold that lasts longer than the
-// consumer timeout is the broker's. Where nothing holds the source, its handlers
-// are too slow for the prefetch, or [WithLimiter] is, and it is halved. It grows
-// again when the source has become faster. The channel is also closed when the
-// unsettled deliveries take more than twice Policy.WindowBytes: the next prefetch
-// is what fits into WindowBytes at their mean size.
+// Consume returns earlier with these errors:
 //
-// A stream is an [ErrUnsuitable]: its acks remove nothing.
+//   - [ErrQueueGone]: the queue does not exist.
+//   - [guard.ErrClosed]: the Guard or the source has ended.
+//   - [ErrUnsuitable]: the queue is a stream. Its acks remove nothing.
+//   - Before the first connection: user, password or vhost is wrong. A broker hangs up on a wrong
+//     password, and so does a network that breaks: three times in a row count as a wrong password.
+//   - Before the first consumer was started: the broker refuses something, such as a permission.
 //
-// Acks are coalesced, and one frame acks all that is settled without a gap: a
-// crash may repeat the deliveries whose acks were on their way, at most 64 of
-// them with one worker. Before a lowered prefetch grows back, acks wait until all that is
-// out is handled: with a single active consumer the next one takes over there. They wait for a
-// call until its timeout, and for a failed message as long as the longest delay between its
-// attempts, not until it has a credit.
+// It waits out and logs everything else: a restart of the broker, and later refusals.
 //
-// Beside the guard's goroutines and the client's it starts three, which end
-// before it returns; only a handler that ignores its cancelled context for ever
-// keeps its own.
+// Each channel is an epoch: a delivery is settled only on its own channel. When the channel breaks,
+// handlers are cancelled, and the broker delivers unacked messages again. Nothing is ever requeued
+// by nack.
+//
+// Consume closes the channel in order when a delivery has been unsettled for half of
+// [WithConsumerTimeout]. It opens another channel when the source would admit a message. The
+// prefetch is then 65, or [WithPrefetch] if that is less, so that the guard can try messages behind
+// a failing message. Once a message got through, the prefetch is the whole again, and the other
+// messages drain at the policy's ramp. Messages that are out at a second close go behind messages
+// that went back before. So in a hold longer than the consumer timeout, the broker decides the
+// order.
+//
+// If nothing holds the source at that time, its handlers or [WithLimiter] are too slow for the
+// prefetch, and Consume halves the prefetch. The prefetch grows again when the source has become
+// faster. Consume also closes the channel when the unsettled deliveries take more than twice
+// Policy.WindowBytes. Then the next prefetch is the number of deliveries that fits into
+// WindowBytes, at their mean size.
+//
+// Acks are coalesced: one frame acks all deliveries before the oldest unsettled one. A crash may
+// repeat the deliveries whose acks were on their way, at most 64 of them with one worker. Before a
+// lowered prefetch grows back, acks wait until all deliveries that are out are handled. The reason:
+// with a single active consumer, the next consumer takes over there. The acks wait for a call until
+// its timeout. They wait for a failed message as long as the longest delay between its attempts,
+// but not until the message has a credit.
+//
+// Beside the goroutines of the guard and the client, Consume starts some for each channel, which end
+// before it returns. Only a handler that ignores its cancelled context keeps its goroutine.
 func Consume(ctx context.Context, g *guard.Guard, dialer Dialer, queue string, handle func(context.Context, amqp091.Delivery) error, opts ...Option) error {
 	o, err := newOptions(g, opts)
 	errs := []error{err, dialer.Validate()}
@@ -91,7 +95,7 @@ func Consume(ctx context.Context, g *guard.Guard, dialer Dialer, queue string, h
 	defer c.hangUp()
 	if c.link, err = dialer.connect(ctx, true, o.name, o.log); err != nil {
 		if ctx.Err() != nil {
-			return nil // it ended before it began
+			return nil // ctx ended before the first connection
 		}
 		return err
 	}
@@ -114,7 +118,7 @@ func Consume(ctx context.Context, g *guard.Guard, dialer Dialer, queue string, h
 	}
 }
 
-// notYours is the Acknowledger of what a handler gets.
+// notYours is the Acknowledger of the deliveries that handlers get.
 type notYours struct{}
 
 var errNotYours = fmt.Errorf("%w: the guard settles what a handler returned", errSettled)
@@ -123,32 +127,32 @@ func (notYours) Ack(uint64, bool) error        { return errNotYours }
 func (notYours) Nack(uint64, bool, bool) error { return errNotYours }
 func (notYours) Reject(uint64, bool) error     { return errNotYours }
 
-// consumer is what lives through all epochs of a Consume. Its goroutine alone
-// touches the fields.
+// consumer is the state that all epochs of a Consume share. Only Consume's goroutine touches its
+// fields, except the last three.
 type consumer struct {
 	g        *guard.Guard
 	dialer   Dialer
 	o        *options
 	policy   guard.Policy
-	full     int  // the prefetch that was configured
+	full     int  // the configured prefetch
 	prefetch int  // the prefetch of the next channel: lower while handlers are slow or messages large
-	tired    bool // the broker's count leaves no room for many deliveries that only probe; see forward
+	tired    bool // a message has few deliveries left, so channels that probe take one message; see forward
 	handle   func(context.Context, amqp091.Delivery) error
 	rejects  *rejects
 	link     *link
 	version  [2]int
-	missing  int    // how often the queue was not there
-	consumed bool   // it did once, so that whatever is refused was allowed then
-	refused  sparse // of the line that says why there is no consumer
+	missing  int    // how often in a row the queue was not there
+	consumed bool   // a consumer was started once, so that what the broker refuses now was allowed then
+	refused  sparse // paces the line that says why there is no consumer
 
-	// For the end of a stop that the network holds up; of any goroutine.
+	// These end a stop when the network does not answer. Any goroutine may use them.
 	sock   atomic.Pointer[socket]
 	stopAt atomic.Pointer[time.Time] // when handlers must be done; nil before a stop
-	cut    atomic.Bool               // the connection was cut, since the broker did not answer
+	cut    atomic.Bool               // the connection was cut, because the broker did not answer
 }
 
-// boundStop cuts the connection when a stop takes stopGrace longer than its timeout:
-// whatever waits for the network then returns. The goroutine ends with release.
+// boundStop cuts the connection when a stop takes stopGrace longer than its timeout: calls that
+// wait for the network then return. Its goroutine ends with release.
 func (c *consumer) boundStop(ctx context.Context) (release func()) {
 	over := make(chan struct{})
 	unhook := context.AfterFunc(ctx, func() {
@@ -168,7 +172,7 @@ func (c *consumer) boundStop(ctx context.Context) (release func()) {
 	}
 }
 
-// cutOff cuts the connection without a word.
+// cutOff closes the socket, without a close of AMQP.
 func (c *consumer) cutOff() {
 	c.cut.Store(true)
 	if s := c.sock.Load(); s != nil {
@@ -176,8 +180,8 @@ func (c *consumer) cutOff() {
 	}
 }
 
-// settings derives the policy from the options, and refuses what the broker's
-// deadlines make impossible, as far as the guard does not.
+// settings derives the policy from the options. It refuses settings that the broker's deadlines
+// make impossible, as far as the guard does not.
 func (c *consumer) settings() error {
 	c.policy = c.g.Config().Policy
 	if c.o.policy != nil {
@@ -192,7 +196,7 @@ func (c *consumer) settings() error {
 	return err
 }
 
-// window settles prefetch and window.
+// window returns the prefetch. It sets the window and the longest retry delay, where unset.
 func (o *options) window(p *guard.Policy) (prefetch int, err error) {
 	prefetch = o.prefetch
 	if prefetch == 0 {
@@ -211,7 +215,7 @@ func (o *options) window(p *guard.Policy) (prefetch int, err error) {
 	return prefetch, errors.Join(append(errs, o.retryMax(p))...)
 }
 
-// retryMax settles the longest retry delay.
+// retryMax sets the longest retry delay, if unset, and refuses one that is too long.
 func (o *options) retryMax(p *guard.Policy) error {
 	most := o.timeout / 4
 	if p.Retry.Max > most {
@@ -231,8 +235,8 @@ func (c *consumer) hangUp() {
 	}
 }
 
-// watch takes note of the broker's version, and says in the log when the broker
-// blocks the connection. The goroutine ends with the connection.
+// watch notes the broker's version, and logs when the broker blocks or unblocks the connection. Its
+// goroutine ends with the connection.
 func (c *consumer) watch() {
 	c.version = c.link.version
 	c.sock.Store(c.link.sock)
@@ -246,7 +250,7 @@ func (c *consumer) watch() {
 	}()
 }
 
-// connected is an open connection, made anew if need be; nil when ctx ends.
+// connected returns an open connection, a new one if needed; nil when ctx ends.
 func (c *consumer) connected(ctx context.Context) *link {
 	if c.link != nil && !c.link.IsClosed() {
 		return c.link

@@ -16,71 +16,67 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// Deliveries is the passive shape: it stands between a channel that an existing
-// program consumes from and the program's own loop.
+// Deliveries is the passive shape: it stands between a channel that an existing program consumes
+// from and the program's own loop.
 //
 //	in, err := ch.Consume(...)
 //	in, err = guardamqp.Deliveries(ctx, g, ch, in) // the line that is new
 //	for d := range in { ... }
 //
-// What the program does to a delivery is the outcome: Ack is success, [Fail] is
-// failure with its error, and Nack and Reject are failure without one, with and without
-// requeue. Use Fail: without the error an outage is noticed late, and one line at WARN
-// says so. Nothing is nacked or rejected at the broker: the guard decides about the retry, the hold
-// or the dead letter, and a message that is retried comes out again. So a
-// program that rejects to a dead-letter exchange on any error has the guard's
-// attempts, budget and dead-letter writer in its place. A delivery is settled
-// once; again is an error. Tags stay the broker's, but a program that
-// settles by Channel.Ack goes past the guard and must not.
+// The program's call on a delivery is its outcome. Ack is success. [Fail] is failure with its
+// error. Nack and Reject, with or without requeue, are failure without an error. Use Fail: without
+// the error the guard notices an outage late, and logs one line at WARN. A delivery is settled
+// once; a second call returns an error. Tags stay the broker's, but the program must not settle by
+// Channel.Ack, which bypasses the guard.
 //
-// Acks are coalesced while there is something left to hand out, up to 64 and
-// for 5 ms: one frame acks all that is settled without a gap, as long as the
-// channel has delivered nothing to anybody else. So an Ack without an error does
-// not say that the broker has it, no more than it does without a guard.
+// Nothing is nacked or rejected at the broker. The guard decides about the retry, the hold or the
+// dead letter, and a message that is retried comes out again. If a program rejects to a dead-letter
+// exchange on any error, the guard's attempts, budget and dead-letter writer replace that exchange.
 //
-// The result is closed when in is, when the channel ends, when ctx does, or when
-// the Guard or the source has ended; nothing is settled after that. A program
-// then does what it does without a guard: it consumes again, and wraps again.
-// The channel stays the program's to close, which puts what is unsettled back in
-// its order. Before the result is closed the last acks are seen through a quorum
-// queue's pipeline: if nothing is unsettled the consumer is cancelled, and else it
-// takes up to a second, less where [WithPrefetch] tells when it is done. So make
-// no other call that waits for an answer on the channel meanwhile, but for
-// Cancel.
+// Acks are coalesced, up to 64 and for 5 ms, while there is something left to hand out. One frame
+// acks all deliveries before the oldest unsettled one, as long as the channel has delivered nothing
+// to other consumers. So an Ack without an error does not say that the broker has it; without a
+// guard it does not, either.
 //
-// When in ends although the channel lives, as after Channel.Cancel, what is here is
-// still handed out before the result is closed. That ends as soon as the source is on
-// hold, as in an outage, and after three quarters of [WithStopTimeout]; the rest of that
-// time is for the deliveries that are out. What is not handed out stays unsettled, goes
-// back to the queue in its order when the program closes the channel, and is told in
-// one line at WARN.
+// The result is closed when in is closed, when the channel or ctx ends, or when the Guard or the
+// source has ended. Nothing is settled after that. Then the program does the same as without a
+// guard: it consumes again, and calls Deliveries again. The program closes the channel, which puts
+// unsettled messages back in their order.
 //
-// What it cannot do: it sees only these outcomes. There is no handler timeout,
-// and a panic is the program's: a delivery that is never settled stays out until
-// the broker closes the channel at its consumer timeout. It cannot close the
-// channel at half of the consumer timeout and consume again later: in a longer hold
-// the broker closes the channel, which counts as a delivery of everything that was
-// prefetched. [Consume] has none of these limits.
+// Before the result is closed, Deliveries waits until a quorum queue has taken in the last acks.
+// For that it cancels the consumer, if nothing is unsettled. Otherwise it waits up to a second, or
+// less if [WithPrefetch] is set, which shows when the acks are in. Meanwhile make no other call on
+// the channel that waits for an answer, except Cancel.
 //
-// One delivery is out at a time, in the order of the queue. A program that collects
-// several before it settles them, or settles by multiple acks, asks for more by
-// [WithPolicy]: Workers is how many, with [guard.OrderNone]. A retry then comes after
-// messages that were behind it, and multiple means all that were handed out until then.
-// Without, such a program stands still, which the guard logs 20 s after Policy.Timeout
-// at the latest.
+// If in ends while the channel lives, as after Channel.Cancel, Deliveries still hands out the
+// messages that it has. It stops as soon as the source is on hold, as in an outage, and after three
+// quarters of [WithStopTimeout]. The last quarter is for the deliveries that are out. Messages that
+// were not handed out stay unsettled, and go back to the queue in their order when the program
+// closes the channel. One line at WARN says so.
 //
-// The prefetch is the program's, so the guard cannot bound the bytes of the
-// deliveries: it logs when they take more than twice Policy.WindowBytes.
+// What it cannot do: it sees only these outcomes. There is no handler timeout, and panics are the
+// program's. A delivery that is never settled stays out until the broker closes the channel at its
+// consumer timeout. Deliveries cannot close the channel at half of the consumer timeout and consume
+// again later. So in a longer hold the broker closes the channel, which counts as a delivery of all
+// prefetched messages. [Consume] has none of these limits.
 //
-// An error says what is wrong with the options or the channel: with a stream (whose
-// acks remove nothing; asked on another channel of the connection), with automatic
-// acks, or with the client's own recovery, after which an ack of an old delivery
-// acks another message, nothing can be guarded, and that is better known where
-// the wrap is than from a channel that closes. Where the client hides them the
-// tags are watched all the same. Call Channel.Qos before Channel.Consume; more
-// deliveries than [WithPrefetch], or than any Qos allows, end the result.
+// One delivery is out at a time, in the order of the queue. A program that collects several before
+// it settles them, or acks with multiple, needs [WithPolicy] with [guard.OrderNone] and their
+// number as Workers. Then a retry comes after messages that were behind it, and multiple means all
+// deliveries that were handed out until then. Without this policy such a program stands still; the
+// guard logs it at the latest 20 s after Policy.Timeout.
 //
-// Beside the guard's goroutines it starts three, which end with the result.
+// The program sets the prefetch, so the guard cannot bound the bytes of the deliveries. It logs
+// when they take more than twice Policy.WindowBytes.
+//
+// The error names what is wrong with the options or the channel. Deliveries refuses a stream,
+// because its acks remove nothing; it asks on another channel of the connection. It refuses
+// automatic acks. It refuses the client's own recovery: after a recovery, an ack of an old delivery
+// acks another message. An error here is clearer than a channel that closes later. If the client
+// hides these settings, Deliveries still watches the tags. Call Channel.Qos before Channel.Consume:
+// more deliveries than [WithPrefetch], or than any Qos allows, end the result.
+//
+// Beside the guard's goroutines, Deliveries starts three, which end with the result.
 func Deliveries(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan amqp091.Delivery, opts ...Option) (<-chan amqp091.Delivery, error) {
 	if ch != nil && recovers(ch) {
 		return nil, unsuitable("the connection's Config.Recovery must be nil: after the client's recovery an ack of an old delivery acks another message; consume again when the deliveries end")
@@ -88,8 +84,7 @@ func Deliveries(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-c
 	return guarded(ctx, g, ch, in, opts)
 }
 
-// guarded is Deliveries of a channel whose connection is not asked for its
-// recovery.
+// guarded is Deliveries without the look at the connection's recovery.
 func guarded(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan amqp091.Delivery, opts []Option) (<-chan amqp091.Delivery, error) {
 	o, err := newOptions(g, opts)
 	errs := []error{err}
@@ -161,13 +156,13 @@ func guarded(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan
 	return d.out, nil
 }
 
-// maxQos is the largest prefetch.
+// maxQos is the largest prefetch that AMQP can set.
 const maxQos = 65535
 
 // desk is one passive epoch. Three goroutines: one reads the deliveries, one
 // hands them out, and one watches over both and ends the source.
 //
-// Lock order: mu alone; nothing is called under it.
+// mu is taken alone: nothing is called under it.
 type desk struct {
 	o      *options
 	src    *guard.Source[*taken]
@@ -177,29 +172,29 @@ type desk struct {
 	closed <-chan *amqp091.Error
 	quit   chan struct{} // closed when the source is to end
 	dried  chan struct{} // closed when in has ended
-	read   chan struct{} // closed when all of in is in the source, or must not be read
-	most   int           // deliveries that may be unsettled
-	age    *ages         // watch's
-	tag    string        // of the consumer; "" if it is not known
-	dry    atomic.Bool   // in has ended, so that the consumer is cancelled
-	said   sync.Once     // that the program's failures have no error
+	read   chan struct{} // closed when all deliveries of in are in the source, or when reading must stop
+	most   int           // how many deliveries may be unsettled
+	age    *ages         // used by watch's goroutine alone
+	tag    string        // the consumer's tag; "" if it is not known
+	dry    atomic.Bool   // in has ended, so the consumer is cancelled
+	said   sync.Once     // logs once that the program's failures have no error
 
-	fault error // why the deliveries are not read any more; the intake's, until read is closed
+	fault error // why intake stopped reading; written by intake, read by others after read is closed
 
 	mu     sync.Mutex
 	handed map[uint64]*attempt
 }
 
-// taken is a delivery that the source has.
+// taken is a delivery that was offered to the source.
 type taken struct {
 	amqp091.Delivery
-	acked error                     // what the ack said; of the goroutine that settles
+	acked error                     // result of the ack; used by the goroutine that settles
 	at    atomic.Pointer[time.Time] // when the program took this attempt; nil before
 }
 
-// intake reads every delivery at once, so that its tag is known, and offers it
-// to the source as there is room: so it cannot wait there, and offers again when the
-// source has named room.
+// intake reads every delivery at once, so that its tag is known, and offers it to the source. It
+// must not wait for room there. So it keeps deliveries that the source refuses, and offers them
+// again when the source has named room.
 func (d *desk) intake() {
 	defer close(d.read)
 	var stash []*taken
@@ -237,7 +232,8 @@ func (d *desk) intake() {
 	}
 }
 
-// check takes note of a delivery's tag, and refuses one that cannot be.
+// check notes a delivery's tag. It refuses a tag that came before, and a delivery beyond the
+// prefetch.
 func (d *desk) check(m *amqp091.Delivery) error {
 	if _, ok := d.port.tags.add(m.DeliveryTag, size(m)); !ok {
 		d.port.life.Load().over.Store(true)
@@ -249,7 +245,7 @@ func (d *desk) check(m *amqp091.Delivery) error {
 	return nil
 }
 
-// handOut gives the program what may be handled.
+// handOut gives the program the messages that may be handled.
 func (d *desk) handOut() {
 	turn := uint64(0)
 	for it := range d.src.Ready() {
@@ -277,13 +273,13 @@ func (d *desk) handOut() {
 
 var errNotTaken = errors.New("amqp: not taken")
 
-// settledPoll is how soon it is seen that a cancelled consumer's last delivery is settled.
+// settledPoll is how often watch looks whether a cancelled consumer's last delivery is settled.
 const settledPoll = 20 * time.Millisecond
 
-// watch ends the source when its time has come.
+// watch waits until the epoch must end, and ends the source.
 func (d *desk) watch(ctx context.Context) {
 	look := time.NewTicker(settledPoll)
-	look.Stop() // until in has ended
+	look.Stop() // it starts when in has ended
 	defer look.Stop()
 	warn := time.NewTicker(min(max(time.Millisecond, d.o.timeout/64), time.Second))
 	defer warn.Stop()
@@ -298,7 +294,7 @@ loop:
 			break loop
 		case err := <-d.closed:
 			gone = true
-			if err != nil && ctx.Err() == nil { // nil: the program closed it, which is its shutdown
+			if err != nil && ctx.Err() == nil { // nil: the program closed the channel, which is its shutdown
 				d.o.log.Warn("channel lost", "source", d.o.name, "error", err)
 				why = guard.ReasonRebalance
 			}
@@ -319,7 +315,7 @@ loop:
 			w.look(now)
 		case now := <-look.C:
 			if d.port.life.Load().ended() {
-				continue // closed says why
+				continue // d.closed says why
 			}
 			if read == nil && d.src.Account().Unsettled() == 0 || cancelled.over(now, d) {
 				break loop
@@ -335,7 +331,7 @@ loop:
 	defer cancel()
 	if gone {
 		d.port.life.Load().over.Store(true)
-		cancel() // what the program still has cannot be settled
+		cancel() // deliveries that the program still has cannot be settled
 	}
 	report := d.src.End(grace, why)
 	<-d.read
@@ -350,23 +346,23 @@ loop:
 	}
 }
 
-// stopping is the stop of a program that has cancelled its consumer: what is here is
-// handed out as long as something goes on, within the stop timeout. watch's.
+// stopping is the stop of a program that has cancelled its consumer: messages are still handed out
+// while they make progress, within the stop timeout. Only watch uses it.
 type stopping struct {
-	until time.Time // the stop timeout ends; zero while in lasts
-	why   string    // what was not handed out in time waits; "" if there is none
+	until time.Time // end of the stop timeout; zero before in has ended
+	why   string    // why messages were not handed out in time; "" if none wait
 }
 
-// over tells whether nothing more is to be handed out: the source is on hold, which may
-// take as long as an outage does, or the time is up. What is out by then has the last
-// quarter of it.
+// over tells whether to stop handing out. Either the source is on hold, which may last as long as
+// an outage. Or only the last quarter of the time is left, which is for the deliveries that are
+// out.
 func (s *stopping) over(now time.Time, d *desk) bool {
 	for _, h := range d.src.State().Holds {
 		switch h.Reason {
 		case guard.ReasonBreaker, guard.ReasonStorm, guard.ReasonOperator:
 			s.why = "the source is on hold: " + h.Reason.String()
 			return true
-		default: // it goes on by itself, and mostly soon
+		default: // this hold ends by itself, mostly soon
 		}
 	}
 	if s.until.Sub(now) < d.o.stopTimeout/4 {
@@ -376,8 +372,8 @@ func (s *stopping) over(now time.Time, d *desk) bool {
 	return false
 }
 
-// leave sees the last acks through, for as long as limit: the program is about to
-// close the channel.
+// leave waits until the broker has taken in the last acks, for limit at most: the program is about
+// to close the channel.
 func (d *desk) leave(limit time.Duration) {
 	p, l := d.port, d.port.life.Load()
 	p.end()
@@ -404,7 +400,7 @@ func (d *desk) leave(limit time.Duration) {
 		}
 	})
 	known := make(chan bool, 1)
-	go func() { known <- p.flush() == nil && p.takenIn(d.consumer) }() // ends with the channel, if the network or the broker does not answer
+	go func() { known <- p.flush() == nil && p.takenIn(d.consumer) }() // ends with the channel if the network or the broker does not answer
 	patience := time.NewTimer(limit)
 	defer patience.Stop()
 	sure := false
@@ -419,11 +415,11 @@ func (d *desk) leave(limit time.Duration) {
 	}
 }
 
-// warnings tell, once each, what of a passive source needs a person. watch's.
+// warnings logs, once each, what a person should change. Only watch uses it.
 type warnings struct {
 	desk       *desk
 	budget     int64 // Policy.WindowBytes
-	old, large bool  // told
+	old, large bool  // the warning was logged
 }
 
 func (w *warnings) look(now time.Time) {
@@ -443,7 +439,7 @@ func (w *warnings) look(now time.Time) {
 
 const notTakenIn = "the queue may not have taken in the last acks; their messages come again then"
 
-// consumer is the tag of the consumer, unless it is cancelled: another may have
+// consumer returns the tag of the consumer, or "" once it is cancelled: another consumer may have
 // that tag then.
 func (d *desk) consumer() string {
 	if d.dry.Load() {
@@ -457,8 +453,8 @@ func (d *desk) consumer() string {
 type passivePort struct {
 	meta
 	acker
-	hands atomic.Int32  // deliveries that the program has, or that wait for it to take them
-	room  chan struct{} // holds a token when there may be room; capacity 1
+	hands atomic.Int32  // deliveries that the program has, or that wait until the program takes them
+	room  chan struct{} // has an element when there may be room; capacity 1
 }
 
 func newPassivePort(o *options) *passivePort {
@@ -475,7 +471,7 @@ func (p *passivePort) Lane(m *taken) uint64     { return p.lane(&m.Delivery) }
 func (p *passivePort) Size(m *taken) int        { return size(&m.Delivery) }
 func (p *passivePort) Meta(m *taken) guard.Meta { return p.describe(&m.Delivery) }
 
-// TakenAt is that of [guard.Taker].
+// TakenAt implements [guard.Taker].
 func (p *passivePort) TakenAt(m *taken) time.Time {
 	if at := m.at.Load(); at != nil {
 		return *at
@@ -503,13 +499,13 @@ func (p *passivePort) ack(n uint64) error {
 	return nil
 }
 
-// pressing tells whether acks must not wait for others: there are many, or a
-// program might run out of deliveries, since as many as are due take up the
-// prefetch as are left for it to take.
+// pressing tells whether acks must be sent at once: because there are many, or because the program
+// might run out of deliveries. It might when due acks occupy as much of the prefetch as the
+// deliveries that are left for it to take.
 func pressing(due, left int) bool { return due >= ackMost || due >= left }
 
-// Flush has nothing to do. It comes with every outcome, while Ack knows when it
-// must be sent, and the desk's end sends the rest.
+// Flush does nothing. The guard calls it after every outcome, but Ack knows when acks must be sent,
+// and leave sends the rest.
 func (p *passivePort) Flush() error { return nil }
 
 func (p *passivePort) Extend([]*taken)                     {}

@@ -19,23 +19,22 @@ import (
 	"github.com/rabbitmq/amqp091-go"
 )
 
-// Dialer says how to connect. [Consume] and [NewDLQ] each make connections of
-// their own with it, and make them anew when they break: all endpoints are tried
-// in an order that is shuffled each time, then there is a pause, drawn at random
-// up to a limit that doubles from 100ms to MaxPause ("full jitter").
+// Dialer says how to connect. [Consume] and [NewDLQ] each make connections of their own with it,
+// and new ones when those break. They try all endpoints, in an order that is shuffled each time.
+// Then they pause for a random time, up to a limit that doubles from 100ms to MaxPause ("full
+// jitter").
 type Dialer struct {
-	// URLs are the endpoints: "amqp://user:password@host:5672/vhost", amqps for
-	// TLS. At least one. They are never logged, only host and port.
+	// URLs are the endpoints: "amqp://user:password@host:5672/vhost", amqps for TLS. At least one.
+	// Only host and port are ever logged.
 	URLs []string
 
-	// Config is the client's. Its Recovery must be nil: the client's own
-	// recovery gives old delivery tags a new meaning. Its Dial, if set, should
-	// heed deadlines; unset means TCP.
+	// Config is the client's configuration. Its Recovery must be nil: the client's own recovery
+	// gives old delivery tags a new meaning. Its Dial, if set, should heed deadlines; unset means
+	// TCP.
 	Config amqp091.Config
 
-	// Timeout bounds one attempt, handshake included. At least 10ms; unset
-	// means 10s. RabbitMQ lets a wrong password wait for 3s: below that it is tried
-	// for ever.
+	// Timeout bounds one attempt, handshake included. At least 10ms; unset means 10s. RabbitMQ
+	// answers a wrong password after 3s: with a lower Timeout, Consume tries it without end.
 	Timeout time.Duration
 
 	// MaxPause is the longest pause between two rounds. At least 100ms; unset
@@ -43,14 +42,14 @@ type Dialer struct {
 	MaxPause time.Duration
 }
 
-// Dial is a [Dialer] with defaults for these endpoints.
+// Dial returns a [Dialer] for these endpoints, with defaults.
 func Dial(urls ...string) Dialer { return Dialer{URLs: urls} }
 
 const (
 	minPause       = 100 * time.Millisecond
 	defaultTimeout = 10 * time.Second
 	closeTimeout   = 5 * time.Second
-	// answerTimeout is how long the broker's answer is waited for once ctx has ended.
+	// answerTimeout is how long to wait for the broker's answer once ctx has ended.
 	answerTimeout = 2 * time.Second
 	// stopGrace is how long the connection may take to close after the stop timeout.
 	stopGrace = 4 * time.Second
@@ -74,7 +73,7 @@ func (d Dialer) Validate() error {
 		errs = append(errs, errors.New("amqp: Dialer.URLs: at least one endpoint is needed"))
 	}
 	for i, u := range d.URLs {
-		if _, err := amqp091.ParseURI(u); err != nil { // its text may have the password
+		if _, err := amqp091.ParseURI(u); err != nil { // the error's text may have the password
 			errs = append(errs, fmt.Errorf("amqp: Dialer.URLs[%d]: not of the form amqp://user:password@host:port/vhost", i))
 		}
 	}
@@ -98,14 +97,14 @@ type link struct {
 	version  [2]int // the broker's, major and minor; 0 if it does not say
 }
 
-// close ends the connection within a few seconds, whatever state it is in.
+// close ends the connection within a few seconds, whatever its state.
 func (l *link) close() {
 	_ = l.CloseDeadline(time.Now().Add(closeTimeout))
 	l.sock.close()
 }
 
-// within does what asks the broker, for which the client waits without limit:
-// when there is no answer for patience after ctx has ended, the connection is cut.
+// within calls do, which asks the broker: the client waits for an answer without limit. If there is
+// none for patience after ctx has ended, within cuts the connection.
 func (l *link) within(ctx context.Context, patience time.Duration, do func() error) error {
 	done := make(chan struct{})
 	defer close(done)
@@ -122,7 +121,7 @@ func (l *link) within(ctx context.Context, patience time.Duration, do func() err
 	return do()
 }
 
-// socket is the connection below the client, which may wait on it without limit.
+// socket is the network connection below the client, which may wait on it without limit.
 type socket struct {
 	mu   sync.Mutex
 	conn net.Conn
@@ -142,14 +141,14 @@ func (s *socket) close() {
 	}
 }
 
-// once is a round whose errors are one.
+// once is round with its errors joined.
 func (d Dialer) once(ctx context.Context) (*link, error) {
 	l, errs := d.round(ctx)
 	return l, errors.Join(errs...)
 }
 
-// round tries every endpoint, in a fresh order, until one answers. errs are theirs, or
-// that of ctx alone.
+// round tries every endpoint, in a new random order, until one answers. errs has the error of each,
+// or that of ctx alone.
 func (d Dialer) round(ctx context.Context) (l *link, errs []error) {
 	d = d.withDefaults()
 	for _, i := range rand.Perm(len(d.URLs)) {
@@ -173,11 +172,11 @@ func (d Dialer) dial(ctx context.Context, url string) (*link, error) {
 	l := &link{endpoint: net.JoinHostPort(uri.Host, strconv.Itoa(uri.Port)), sock: new(socket)}
 	ctx, cancel := context.WithTimeout(ctx, d.Timeout)
 	defer cancel()
-	stop := context.AfterFunc(ctx, l.sock.close) // the client's handshake knows no context
+	stop := context.AfterFunc(ctx, l.sock.close) // the client's handshake takes no context
 	defer stop()
 	cfg := d.Config
-	cfg.TLSClientConfig = cfg.TLSClientConfig.Clone() // the client writes the host's name there,
-	cfg.Properties = maps.Clone(cfg.Properties)       // and what it can do here
+	cfg.TLSClientConfig = cfg.TLSClientConfig.Clone() // a copy, because the client writes the host's name there
+	cfg.Properties = maps.Clone(cfg.Properties)       // a copy, because the client writes its capabilities there
 	under := cfg.Dial
 	if under == nil {
 		under = func(network, addr string) (net.Conn, error) {
@@ -198,7 +197,7 @@ func (d Dialer) dial(ctx context.Context, url string) (*link, error) {
 	}
 	if l.Connection, err = amqp091.DialConfig(url, cfg); err != nil {
 		l.sock.close()
-		if deadline, _ := ctx.Deadline(); !time.Now().Before(deadline) { // the client may take it for a refusal
+		if deadline, _ := ctx.Deadline(); !time.Now().Before(deadline) { // the client may take the timeout for a refusal
 			err = fmt.Errorf("not done in Dialer.Timeout: %w", context.DeadlineExceeded)
 		}
 		return nil, fmt.Errorf("amqp: connect %s: %w", l.endpoint, err)
@@ -209,7 +208,7 @@ func (d Dialer) dial(ctx context.Context, url string) (*link, error) {
 	return l, nil
 }
 
-// version is the major and minor of a broker's version.
+// version returns major and minor of a broker's version.
 func version(text string) (v [2]int) {
 	major, rest, _ := strings.Cut(text, ".")
 	minor, _, _ := strings.Cut(rest, ".")
@@ -218,20 +217,20 @@ func version(text string) (v [2]int) {
 	return v
 }
 
-// refusals tells when the first connection fails by the configuration's fault.
+// refusals tells whether the first connection fails because of the configuration.
 type refusals struct {
-	silent int // rounds in a row in which all endpoints ended as with a wrong password
+	silent int // rounds in a row in which all endpoints ended as after a wrong password
 }
 
-// silentTries is how many rounds in a row must end so: a broker hangs up without a word
-// on a wrong password, and so does a network that breaks in the handshake, which the
-// client reports as the same error.
+// silentTries is after how many such rounds in a row the password counts as wrong. A broker hangs
+// up without an answer on a wrong password, and so does a network that breaks in the handshake. The
+// client reports both as the same error.
 const silentTries = 3
 
-// backendFailed is what a broker says that could not ask who may do what.
+// backendFailed is in the refusal of a broker that could not ask its backend for permissions.
 const backendFailed = "returned an error"
 
-// last tells whether no further round can mend the errors of all endpoints.
+// last tells whether no further round can help, by the errors of all endpoints.
 func (r *refusals) last(round []error) bool {
 	said := 0
 	for _, err := range round {
@@ -247,15 +246,15 @@ func (r *refusals) last(round []error) bool {
 	return said == len(round) || r.silent >= silentTries
 }
 
-// saidNo tells whether the broker itself refuses user or vhost, or knows no common way
-// to authenticate.
+// saidNo tells whether the broker itself refuses user or vhost, or has no common way to
+// authenticate.
 func saidNo(err error) bool {
 	said, ok := errors.AsType[*amqp091.Error](err)
 	if !ok || !said.Server {
 		return errors.Is(err, amqp091.ErrSASL)
 	}
 	return said.Code == amqp091.AccessRefused && !strings.Contains(said.Reason, backendFailed) ||
-		said.Code == amqp091.NotAllowed && !strings.Contains(said.Reason, backendFailed) && !strings.Contains(said.Reason, "limit (") // of connections
+		said.Code == amqp091.NotAllowed && !strings.Contains(said.Reason, backendFailed) && !strings.Contains(said.Reason, "limit (") // a limit of connections is no refusal
 }
 
 // pauses are the pauses between rounds.
@@ -263,7 +262,7 @@ type pauses struct {
 	limit, longest time.Duration
 }
 
-// wait pauses; false when ctx ends first.
+// wait pauses; it returns false when ctx ends first.
 func (p *pauses) wait(ctx context.Context) bool {
 	p.limit = min(max(2*p.limit, minPause), p.longest)
 	timer := time.NewTimer(rand.N(p.limit) + 1)
@@ -276,8 +275,8 @@ func (p *pauses) wait(ctx context.Context) bool {
 	}
 }
 
-// sparse paces a line that would repeat: at once, a second later, and then at
-// distances that double up to a minute.
+// sparse paces a log line that would repeat. The line is due at once, a second later, and then at
+// intervals that double up to a minute.
 type sparse struct {
 	next  time.Time
 	every time.Duration
@@ -293,8 +292,8 @@ func (s *sparse) due(now time.Time) bool {
 	return true
 }
 
-// connect makes a connection, however long it takes. It fails when ctx ends,
-// or, if first, when the broker refuses user, password or vhost.
+// connect makes a connection, however long it takes. It fails when ctx ends. If first is set, it
+// also fails when the broker refuses user, password or vhost.
 func (d Dialer) connect(ctx context.Context, first bool, name string, log *slog.Logger) (*link, error) {
 	p := pauses{longest: d.withDefaults().MaxPause}
 	var failed sparse

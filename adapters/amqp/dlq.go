@@ -25,24 +25,25 @@ type DLQConfig struct {
 	Queue string
 
 	// Kind is the type of a queue that is created: [amqp091.QueueTypeQuorum], the default,
-	// [amqp091.QueueTypeClassic] or [amqp091.QueueTypeStream]. One that exists may be of any.
+	// [amqp091.QueueTypeClassic] or [amqp091.QueueTypeStream]. A queue that exists may have any
+	// type.
 	Kind string
 
 	// Args are further arguments of a queue that is created, such as
 	// x-max-age of a stream.
 	Args amqp091.Table
 
-	// NoCreate refuses a queue that does not exist, with the command that
-	// creates it, instead of creating it.
+	// NoCreate refuses a queue that does not exist, instead of creating it. The error has the
+	// command that creates it.
 	NoCreate bool
 
-	// Dialect is how headers tell why a message is dead; unset means
-	// stormguard's own.
+	// Dialect is the form of the headers that tell why a message is dead. Unset means stormguard's
+	// own.
 	Dialect dlq.Dialect
 
-	// Logger logs changes of state: connections, and when the broker blocks
-	// one. Unset means the logger of the first [Consume] or [Deliveries] whose
-	// [WithDeadLetters] it is; until then silence.
+	// Logger gets changes of state: connections, and when the broker blocks one. Unset means the
+	// logger of the first [Consume] or [Deliveries] that has this DLQ as its [WithDeadLetters].
+	// Until then nothing is logged.
 	Logger *slog.Logger
 }
 
@@ -78,53 +79,51 @@ func (c DLQConfig) Validate() error {
 	return errors.Join(errs...)
 }
 
-// arguments are those of the declaration.
+// arguments returns the arguments of the queue's declaration.
 func (c DLQConfig) arguments() amqp091.Table {
 	args := amqp091.Table{"x-queue-type": c.Kind}
 	maps.Copy(args, c.Args)
 	return args
 }
 
-// command creates the queue by hand.
+// command returns a command that creates the queue by hand.
 func (c DLQConfig) command() string {
 	return fmt.Sprintf("rabbitmqadmin declare queue name=%s durable=true arguments='{\"x-queue-type\":\"%s\"}'", c.Queue, c.Kind)
 }
 
-// DLQ writes dead letters to a queue or stream, on a connection of its own,
-// which it makes anew when it breaks. It is a [dlq.Writer], and safe for
-// concurrent use; letters are written one after the other, at a round trip each.
+// DLQ writes dead letters to a queue or stream, on a connection of its own. When that breaks, the
+// next write makes another. DLQ is a [dlq.Writer], and safe for concurrent use. It writes letters
+// one after the other; each takes a round trip to the broker.
 //
-// Write returns nil once the broker has taken responsibility: the message is
-// persistent, was confirmed, and was not returned as unroutable. A dead letter
-// has the message's body, headers and properties, the headers of the dialect,
-// and [dlq.Record.ID] as its message-id. Expiration and user-id are left out: one
-// would end the letter, the broker checks the other. RabbitMQ recognises no
-// twins: a letter whose confirmation was lost is there twice, with one ID. A
-// stream keeps no lists and tables in headers, which are then lost.
+// [DLQ.Write] returns nil once the broker has taken responsibility: the message is persistent, was
+// confirmed, and was not returned as unroutable. A dead letter has the message's body, headers and
+// properties, the headers of the dialect, and [dlq.Record.ID] as its message-id. It has no
+// expiration, which would end it, and no user-id, which the broker would check. RabbitMQ does not
+// recognise copies: a letter whose confirmation was lost is there twice, with one ID. A stream
+// keeps no lists and tables in headers: they are lost.
 //
-// Beside the client's it owns two goroutines while it is connected. Close
-// ends them.
+// While it is connected, DLQ owns two goroutines beside those of the client. [DLQ.Close] ends them.
 type DLQ struct {
 	cfg    DLQConfig
 	dialer Dialer
 	log    atomic.Pointer[slog.Logger] // nil for silence
 
-	// turn holds a token while nobody uses what is below.
+	// turn has an element while nobody uses the fields below.
 	turn   chan struct{}
 	s      *session // nil while there is no connection
-	failed sparse   // of the line that says why there is none
+	failed sparse   // paces the line that says why there is no connection
 	closed bool
-	plain  bool // no decimals: RabbitMQ's streams cannot take them in
+	plain  bool // decimals become text: RabbitMQ's streams cannot take them in
 
-	patience time.Duration // for a confirmation; see leastPatience
+	patience time.Duration // how long to wait for a confirmation; see leastPatience
 }
 
 var _ dlq.Writer = (*DLQ)(nil)
 
-// NewDLQ connects, and creates the queue of dead letters or checks that it is
-// there. It fails when no endpoint answers; what is wrong with the queue is an
-// [ErrUnsuitable] that names the command that mends it. What the protocol does
-// not tell about a queue that exists, such as its durability, [Inspect] does.
+// NewDLQ connects, and creates the queue of dead letters or checks that it exists. It fails if no
+// endpoint answers. With NoCreate, a missing queue is an [ErrUnsuitable] that names the command
+// that creates it. AMQP does not tell everything about a queue that exists, such as its durability;
+// [Inspect] does.
 func NewDLQ(ctx context.Context, dialer Dialer, cfg DLQConfig) (*DLQ, error) {
 	if err := errors.Join(dialer.Validate(), cfg.Validate()); err != nil {
 		return nil, err
@@ -145,7 +144,7 @@ func NewDLQ(ctx context.Context, dialer Dialer, cfg DLQConfig) (*DLQ, error) {
 	return d, nil
 }
 
-// inherit is the logger of one that has none.
+// inherit sets the logger, if there is none.
 func (d *DLQ) inherit(log *slog.Logger) { d.log.CompareAndSwap(nil, log) }
 
 var silent = slog.New(slog.DiscardHandler)
@@ -157,10 +156,10 @@ func (d *DLQ) logger() *slog.Logger {
 	return silent
 }
 
-// ensure looks for the queue, and creates it if it may.
+// ensure looks for the queue, and creates it unless NoCreate is set.
 func (d *DLQ) ensure(l *link) error {
 	look := func(do func(*amqp091.Channel) error) error {
-		ch, err := l.Channel() // a failure costs the channel
+		ch, err := l.Channel() // a failed call closes the channel
 		if err != nil {
 			return err
 		}
@@ -188,8 +187,7 @@ func (d *DLQ) ensure(l *link) error {
 	return nil
 }
 
-// Close ends the connection. It waits for a write that is under way, but not
-// longer than ctx.
+// Close ends the connection. It waits for a running write, but not longer than ctx.
 func (d *DLQ) Close(ctx context.Context) error {
 	select {
 	case <-d.turn:
@@ -207,15 +205,17 @@ func (d *DLQ) Close(ctx context.Context) error {
 
 var errDLQClosed = errors.New("amqp: the dead-letter queue is closed")
 
-// Write publishes the dead letter (a decimal among its headers as text, if the
-// queue is a stream) and waits until the broker has confirmed it.
-// A record over the broker's max_message_size, or whose headers don't fit a
-// frame, is a [*dlq.TooLargeError]; a queue that is gone a [dlq.ErrRefused].
-// While the broker takes nothing in, a write fails. When ctx ends first the letter
-// may be there; written again within the same connection it is not published a
-// second time. If it ends before the writes of other letters have, it is a [dlq.ErrPutOff], and
-// nothing was sent. Without a confirmation within 10 s, which double each time, the
-// connection is made anew; then the letter may be there, too.
+// Write publishes the dead letter and waits until the broker has confirmed it. If the queue is a
+// stream, a decimal among the headers becomes text.
+//
+// A record over the broker's max_message_size, or whose headers do not fit a frame, is a
+// [*dlq.TooLargeError]. A queue that is gone is a [dlq.ErrRefused]. While the broker takes nothing
+// in, a write fails. If ctx ends while other letters are written first, the error is a
+// [dlq.ErrPutOff], and nothing was sent. If ctx ends later, the letter may be there. Written again
+// within the same connection, it is not published a second time.
+//
+// Without a confirmation within 10 s, which double each time, the next write makes a new
+// connection. Then the letter may be there, too.
 func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	m, err := d.message(r)
 	if err != nil {
@@ -262,7 +262,7 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 		d.patience = min(2*patience, mostPatience)
 	}
 	if isCode(err, amqp091.InternalError) && decimals {
-		d.plain = true // an existing stream
+		d.plain = true // the queue is an existing stream
 	}
 	return fmt.Errorf("amqp: dead letter to %s: %w", d.cfg.Queue, err)
 }
@@ -288,7 +288,7 @@ func (d *DLQ) message(r *dlq.Record) (*amqp091.Publishing, error) {
 	return m, nil
 }
 
-// headerSize is what the frame of the properties takes.
+// headerSize is the size of the frame with the properties.
 func headerSize(m *amqp091.Publishing) int {
 	n := 8 + 14 + tableSize(m.Headers) + 1 + 1 + 8 // frame, class and flags, headers, mode, priority, timestamp
 	for _, s := range []string{m.ContentType, m.ContentEncoding, m.CorrelationId, m.ReplyTo, m.MessageId, m.Type, m.AppId} {
@@ -300,9 +300,10 @@ func headerSize(m *amqp091.Publishing) int {
 // blockedPatience is how long Write waits for a blocked broker before it says so.
 const blockedPatience = time.Second
 
-// A broker that is not blocked may confirm a dead letter within this time, which doubles with
-// each letter that it does not. A quorum queue that has just come back may lose a publishing,
-// and then the broker never confirms it. One that is only slow must not get a copy each time.
+// A broker that is not blocked may take this long to confirm a dead letter. The time doubles with
+// each letter that it does not confirm. A quorum queue that has come back a moment ago may lose a
+// publishing, which the broker then never confirms. But a broker that is only slow must not get a
+// copy each time.
 const (
 	leastPatience = 10 * time.Second
 	mostPatience  = 5 * time.Minute

@@ -21,59 +21,59 @@ import (
 type outcome int
 
 const (
-	epochStopped outcome = iota // ctx ended, or an error did
-	epochLost                   // the channel broke: another at once
-	epochParked                 // a delivery was held too long: another when the source would admit one
+	epochStopped outcome = iota // ctx or the source ended, or there was an error
+	epochLost                   // the channel broke, or its prefetch changes: the next epoch begins at once
+	epochParked                 // a delivery was held too long: the next epoch waits until the source would admit a message
 )
 
-// epoch is one channel and one source. Consume's goroutine runs it; beside it
-// the source's own and the reader's.
+// epoch is one channel and one source. Consume's goroutine runs it. The source and the reader have
+// goroutines of their own.
 type epoch struct {
 	c      *consumer
 	src    *guard.Source[amqp091.Delivery]
 	port   *port
 	pace   *pace
-	ran    chan struct{}         // Run has returned
-	in     chan amqp091.Delivery // to Run; as large as what may be out, so that the reader never waits
+	ran    chan struct{}         // closed when Run has returned
+	in     chan amqp091.Delivery // input of Run; it has room for all deliveries that may be out, so the reader never waits
 	age    *ages
 	ch     *amqp091.Channel
 	life   *life
 	closed <-chan *amqp091.Error
 	cancel <-chan string
 	read   chan struct{} // closed when the reader has ended
-	quit   chan struct{} // closed when it must
-	tag    string        // of the consumer
-	narrow bool          // the channel is to probe: nothing has got through
+	quit   chan struct{} // closed when the reader must end
+	tag    string        // the consumer's tag
+	narrow bool          // the channel is for probes: no message has got through yet
 	size   int           // the consumer's prefetch
-	after  uint64        // the latest tag before the consumer
+	after  uint64        // the latest delivery tag before this consumer
 	mixed  bool          // deliveries of an earlier consumer may be out
 	budget int64         // Policy.WindowBytes
-	heavy  chan struct{} // holds a token when too many bytes are unsettled; capacity 1
-	worn   atomic.Bool   // a delivery has come back too often to be one of many that only probe
+	heavy  chan struct{} // has an element when too many bytes are unsettled; capacity 1
+	worn   atomic.Bool   // a message has used more deliveries than forward allows for probes
 	done   progress
-	limits guard.Limits // the source's, by the version of the broker that was known when it was opened
+	limits guard.Limits // the source's limits, for the broker's version that was known when it was opened
 }
 
 const (
-	// lookEvery is how soon it is seen that the source would admit a message.
+	// lookEvery is how often the epoch looks whether the source would admit a message.
 	lookEvery = 100 * time.Millisecond
-	// queueTries is how often a queue may be missing: a broker that starts may
-	// not know it yet.
+	// queueTries is at which time in a row a missing queue is an [ErrQueueGone]: a broker that
+	// starts may not know the queue yet.
 	queueTries = 3
-	// returnPatience bounds awaitReturn.
+	// returnPatience is how long awaitReturn waits at most.
 	returnPatience = 2 * time.Second
-	// shortLived is an epoch after which there is a pause.
+	// shortLived is the duration below which a pause follows an epoch.
 	shortLived = time.Second
-	// witnesses is the prefetch of a channel that probes: the message that fails, and
-	// the 64 behind it that the guard may try.
+	// witnesses is the prefetch of a channel that probes: the failing message, and the 64 messages
+	// behind it that the guard may try.
 	witnesses = 65
 )
 
-// epoch opens a source, gives it a channel, and sees both through.
+// epoch opens a source, runs it over a channel, and ends both.
 func (c *consumer) epoch(ctx context.Context, parked bool) (outcome, error) {
 	e := &epoch{
 		c: c, port: newPort(c.o.queue, c.o), narrow: parked, ran: make(chan struct{}), quit: make(chan struct{}),
-		in:  make(chan amqp091.Delivery, 2*c.full), // an earlier consumer's may be out, too
+		in:  make(chan amqp091.Delivery, 2*c.full), // deliveries of an earlier consumer may be out, too
 		age: newAges(c.o.timeout / 2), limits: c.o.limits(c.full, c.version),
 		heavy: make(chan struct{}, 1),
 	}
@@ -98,8 +98,7 @@ func (c *consumer) epoch(ctx context.Context, parked bool) (outcome, error) {
 		return epochStopped, fmt.Errorf("amqp: consume %s: %w", c.o.name, err)
 	}
 	e.budget = e.src.State().Settings.WindowBytes
-	// Handlers finish after ctx ends, so it is not its context that stops the
-	// loop but End.
+	// Handlers finish after ctx ends, so End stops the loop, and not ctx.
 	go func() {
 		defer close(e.ran)
 		_ = e.src.Run(context.WithoutCancel(ctx), e.in)
@@ -111,7 +110,7 @@ func (c *consumer) epoch(ctx context.Context, parked bool) (outcome, error) {
 	return e.finish(ctx, how, err)
 }
 
-// run gets a channel and watches it.
+// run opens a channel and watches it until the epoch must end.
 func (e *epoch) run(ctx context.Context) (outcome, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -121,10 +120,10 @@ func (e *epoch) run(ctx context.Context) (outcome, error) {
 	}
 	link := e.c.connected(ctx)
 	switch {
-	case link == nil, ctx.Err() != nil: // a channel now would cost its messages a delivery
+	case link == nil, ctx.Err() != nil: // a channel now would cost each of its messages a delivery
 		return epochStopped, nil
 	case e.c.o.limits(e.c.full, link.version) == e.limits:
-	case e.narrow: // the broker was upgraded meanwhile, or this is another node
+	case e.narrow: // the broker's version has changed: it was upgraded, or this is another node
 		return epochParked, nil
 	default:
 		return epochLost, nil
@@ -164,7 +163,8 @@ func (e *epoch) run(ctx context.Context) (outcome, error) {
 	}
 }
 
-// watchSource ends ctx when the source was ended elsewhere. It ends with ctx.
+// watchSource ends the context of run when the source has ended elsewhere. It returns when ctx
+// ends.
 func (e *epoch) watchSource(ctx context.Context, end context.CancelCauseFunc) {
 	select {
 	case <-e.src.Ended(): // a handler that hangs keeps Run from returning
@@ -174,7 +174,7 @@ func (e *epoch) watchSource(ctx context.Context, end context.CancelCauseFunc) {
 	end(guard.ErrClosed)
 }
 
-// consume opens a channel and consumes.
+// consume opens a channel and starts a consumer.
 func (e *epoch) consume(l *link) error {
 	ch, err := l.Channel()
 	if err != nil {
@@ -194,7 +194,7 @@ func (e *epoch) consume(l *link) error {
 	}
 	n := e.c.prefetch
 	switch {
-	case e.narrow && (e.c.tired || e.limits.MaxDeliver == 2): // by the next close all have had their deliveries
+	case e.narrow && (e.c.tired || e.limits.MaxDeliver == 2): // else the next close may use up the deliveries of all prefetched messages
 		n = 1
 	case e.narrow:
 		n = min(n, witnesses)
@@ -202,7 +202,7 @@ func (e *epoch) consume(l *link) error {
 	return e.subscribe(n)
 }
 
-// subscribe starts a consumer of its own prefetch, and a reader.
+// subscribe starts a consumer with this prefetch, and its reader.
 func (e *epoch) subscribe(prefetch int) error {
 	if err := e.ch.Qos(prefetch, 0, false); err != nil {
 		return err
@@ -210,7 +210,7 @@ func (e *epoch) subscribe(prefetch int) error {
 	e.size, e.mixed = prefetch, e.port.tags.open() > 0
 	_, e.after = e.port.tags.oldest()
 	if e.mixed {
-		e.port.tags.fill(0) // a full prefetch cannot be told
+		e.port.tags.fill(0) // deliveries of two consumers are out: nobody can tell when this prefetch is full
 	} else {
 		e.port.tags.fill(prefetch)
 	}
@@ -226,10 +226,10 @@ func (e *epoch) subscribe(prefetch int) error {
 	return nil
 }
 
-// forward hands deliveries to the source. It is the reader's, which ends with
-// the consumer or the channel, or when a tag came twice. There is always room,
-// so that what the client buffers is counted from its arrival. Once a message had more
-// deliveries than few, where that is not 0, channels that probe take one message.
+// forward hands deliveries to the source. The reader's goroutine runs it. It returns when the
+// consumer or the channel ends, or when a tag came twice. The channel e.in always has room, so that
+// the age of a delivery counts from its arrival. If few is not 0, and a message had more deliveries
+// than few, later channels that probe take one message.
 func (e *epoch) forward(out <-chan amqp091.Delivery, done chan<- struct{}, few int) {
 	defer close(done)
 	for d := range out {
@@ -259,28 +259,28 @@ func (e *epoch) forward(out <-chan amqp091.Delivery, done chan<- struct{}, few i
 	}
 }
 
-// lost names a broken channel in the log.
+// lost logs that the channel broke.
 func (e *epoch) lost(err *amqp091.Error) (outcome, error) {
 	e.c.o.log.Warn("channel lost", "source", e.c.o.name, "error", err)
 	return epochLost, nil
 }
 
-// notConsuming judges why a channel could not be opened or consumed from.
+// notConsuming decides whether to try again after a channel or consumer could not be opened.
 func (e *epoch) notConsuming(ctx context.Context, err error) (outcome, error) {
 	c := e.c
 	switch {
 	case ctx.Err() != nil:
 		return epochStopped, nil //nolint:nilerr // told to end
-	case isCode(err, amqp091.NotFound) && strings.Contains(err.Error(), "no queue"): // a queue whose node is down is not found in other words
+	case isCode(err, amqp091.NotFound) && strings.Contains(err.Error(), "no queue"): // if only the node of the queue is down, the broker uses other words
 		if c.missing++; c.missing >= queueTries {
 			return epochStopped, fmt.Errorf("%w: %s: %w", ErrQueueGone, c.o.queue, err)
 		}
 	case errors.Is(err, errStream):
 		return epochStopped, err
-	case c.consumed: // permissions, policies and exchanges come back, as when definitions are imported
+	case c.consumed: // permissions, policies and exchanges may come back, as when definitions are imported
 	case errors.Is(err, ErrUnsuitable):
 		return epochStopped, err
-	case isCode(err, amqp091.AccessRefused) && strings.Contains(err.Error(), "exclusive"): // somebody else's
+	case isCode(err, amqp091.AccessRefused) && strings.Contains(err.Error(), "exclusive"): // another consumer has the queue exclusively
 	case strings.Contains(err.Error(), backendFailed):
 	case isCode(err, amqp091.AccessRefused), isCode(err, amqp091.PreconditionFailed), isCode(err, amqp091.NotAllowed), isCode(err, amqp091.NotImplemented):
 		return epochStopped, fmt.Errorf("amqp: consume %s: %w", c.o.queue, err)
@@ -295,9 +295,9 @@ func (e *epoch) notConsuming(ctx context.Context, err error) (outcome, error) {
 	return epochLost, nil
 }
 
-// ended judges why the reader has ended: the channel broke, a tag came twice,
-// or the broker cancelled the consumer, as it does when a queue is deleted, its
-// leader moves, or, from 4.3 on, a delivery was unsettled for too long.
+// ended logs why the reader has ended: the channel broke, a tag came twice, or the broker cancelled
+// the consumer. A broker cancels when the queue is deleted or its leader moves, and from 4.3 on
+// when a delivery was unsettled for too long.
 func (e *epoch) ended() (outcome, error) {
 	select {
 	case err := <-e.closed:

@@ -24,7 +24,7 @@ func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, 
 	lost := how == epochLost && e.life.ended()
 	why := guard.ReasonShutdown
 	switch {
-	case stopped: // whatever it was
+	case stopped: // whatever ended the epoch
 	case lost:
 		why = guard.ReasonRebalance
 	case how != epochStopped:
@@ -81,24 +81,25 @@ func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, 
 	return how, errors.Join(errs...)
 }
 
-// rescue dead-letters what the broker would drop: to it the close of the channel is the end
-// of a delivery, and nobody is given a message beyond its limit. What has come back more
-// often than the limit that is known of shows that this is not the queue's, and stays. Those
-// whose letters the source did not get written are rescued too, unless a handler still has
-// messages: they may be its own, and succeed. It returns how many of the source's Left it has
-// rescued or counts as lost, and how many messages in all the broker may drop.
+// rescue dead-letters messages that the broker would drop. For the broker the close of the channel
+// ends a delivery, and it delivers no message beyond its limit. A message that came back more often
+// than the known limit shows that the queue has another limit; it is left alone. Messages whose
+// letters the source could not write are rescued, too. But if a handler has not returned, only
+// messages that the source gave back are rescued: the others may be the handler's, and succeed.
+// told is how many of the source's Left it has rescued or counts as lost. lost is how many messages
+// in all the broker may drop.
 func (e *epoch) rescue(ctx context.Context, handled bool) (told, lost int) {
 	c := e.c
-	near := c.tired || e.worn.Load() // one may be on its way
+	near := c.tired || e.worn.Load() // a message at its last delivery may be on its way
 	if c.o.letters == nil || c.rejects != nil || e.limits.MaxDeliver == 0 || e.last(false) == nil && !near {
 		return 0, 0
 	}
-	limit := c.o.timeout / 8 // the broker waits for a half, and the end of the source took a quarter
+	limit := c.o.timeout / 8 // the broker waits for half of the timeout, and the end of the source took a quarter
 	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), limit)
 	defer cancel()
-	unhook := context.AfterFunc(ctx, func() { time.AfterFunc(answerTimeout, cancel) }) // a stop: within stopGrace
+	unhook := context.AfterFunc(ctx, func() { time.AfterFunc(answerTimeout, cancel) }) // in a stop it ends within stopGrace
 	defer unhook()
-	// Otherwise each ack brings another message, which may be at its last delivery, too.
+	// Without the cancel each ack brings another message, which may be at its last delivery, too.
 	asked, enough := context.WithTimeout(grace, min(limit, answerTimeout)/2)
 	err := c.link.within(asked, 0, func() error { return e.ch.Cancel(e.tag, false) })
 	enough()
@@ -143,8 +144,8 @@ func (e *epoch) rescue(ctx context.Context, handled bool) (told, lost int) {
 
 var errHandled = errors.New("amqp: a handler has not returned")
 
-// writeSafely takes a writer's panic for its error, and does not wait for one that ignores
-// its context: that keeps its goroutine.
+// writeSafely returns a writer's panic as an error. It does not wait for a writer that ignores its
+// context: that writer keeps its goroutine.
 func writeSafely(ctx context.Context, w dlq.Writer, r *dlq.Record) error {
 	if ctx.Err() != nil {
 		return ctx.Err()
@@ -166,18 +167,18 @@ func writeSafely(ctx context.Context, w dlq.Writer, r *dlq.Record) error {
 	}
 }
 
-// lastOf tells whether a delivery is the last of its message.
+// lastOf tells whether a delivery is the last that the limit allows its message.
 func (e *epoch) lastOf(d *amqp091.Delivery) bool {
 	n, _ := integer(d.Headers[deliveryCount])
 	return n+1 == e.limits.MaxDeliver
 }
 
-// last are the unsettled deliveries that are the last of their messages: all, or those that
-// the source gave back.
+// last returns the unsettled deliveries that are the last of their messages. If given is set, it
+// returns only deliveries that the source gave back.
 func (e *epoch) last(given bool) (ds []amqp091.Delivery) {
-	e.port.back.Lock() // a call of Return may have been given up
+	e.port.back.Lock() // a call of Return that was given up may still run
 	defer e.port.back.Unlock()
-	for waits := true; waits; { // what the source had not taken yet
+	for waits := true; waits; { // deliveries that the source had not taken yet
 		select {
 		case d := <-e.in:
 			e.port.given = append(e.port.given, d)
@@ -197,9 +198,9 @@ func (e *epoch) last(given bool) (ds []amqp091.Delivery) {
 	return ds
 }
 
-// end ends the source. With a channel that is gone it waits for handlers only,
-// which must not overlap with the next epoch's: a dead letter that is being
-// written could not be acked any more.
+// end ends the source. If the channel is gone, end waits for handlers only, because they must not
+// overlap with those of the next epoch. It does not wait for dead letters that are being written:
+// they could not be acked any more.
 func (e *epoch) end(ctx context.Context, why guard.Reason, lost bool) guard.Report {
 	limit := e.c.o.stopTimeout
 	if at := e.c.stopAt.Load(); at != nil {
@@ -227,8 +228,8 @@ func (e *epoch) end(ctx context.Context, why guard.Reason, lost bool) guard.Repo
 	return e.src.End(grace, why)
 }
 
-// hangUp closes the channel and waits for the reader. Whatever does not answer
-// in time is cut off.
+// hangUp closes the channel and waits for the reader. If the broker does not answer in time, hangUp
+// cuts the connection.
 func (e *epoch) hangUp() error {
 	e.port.end()
 	if e.ch == nil {
@@ -248,25 +249,26 @@ func (e *epoch) hangUp() error {
 	if e.read != nil {
 		<-e.read
 	}
-	if errors.Is(err, amqp091.ErrClosed) || errors.Is(err, net.ErrClosed) { // the connection is gone, and the channel with it
+	if errors.Is(err, amqp091.ErrClosed) || errors.Is(err, net.ErrClosed) { // the connection has ended, and the channel with it
 		err = nil
 	}
 	return err
 }
 
-// consumer is the tag of the consumer, if it lives.
+// consumer returns the tag of the consumer, or "" once it has ended.
 func (e *epoch) consumer() string {
 	select {
-	case <-e.read: // cancelled by the broker
+	case <-e.read: // the broker cancelled the consumer
 		return ""
 	default:
 		return e.tag
 	}
 }
 
-// consumers is how many the leader of the queue counts. A quorum queue's leaves out those that
-// wait for the end of a single active one, and counts a cancelled one until nothing of it is
-// out. 0 may also mean that the leader did not answer the broker in time.
+// consumers is how many consumers the leader of the queue counts. A quorum queue's leader leaves
+// out consumers that wait for the end of a single active one. It counts a cancelled consumer until
+// none of its deliveries are out. 0 may also mean that the leader did not answer the broker in
+// time.
 func (c *consumer) consumers(ctx context.Context) (n int, err error) {
 	err = c.link.within(ctx, answerTimeout, func() error {
 		ch, err := c.link.Channel()
@@ -283,10 +285,10 @@ func (c *consumer) consumers(ctx context.Context) (n int, err error) {
 	return n, err
 }
 
-// awaitReturn waits until the queue knows that a channel is closed. A quorum
-// queue learns that by itself, later than we do, and would give a consumer that
-// comes before that what is behind the messages that went back. It is known by
-// the number of consumers; where others come and go, time must do.
+// awaitReturn waits until the queue knows that a channel is closed. A quorum queue learns that by
+// itself, later than the client. A consumer that comes before that would get messages from behind
+// those that went back. awaitReturn looks at the number of consumers. If other consumers come and
+// go, it may wait for returnPatience.
 func (c *consumer) awaitReturn(ctx context.Context, before int) {
 	for deadline := time.Now().Add(returnPatience); time.Now().Before(deadline) && ctx.Err() == nil; {
 		if n, err := c.consumers(ctx); err != nil || n < before {

@@ -16,7 +16,7 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-// system is messaging.system.
+// system is the value of messaging.system.
 const system = "rabbitmq"
 
 // The broker's headers that count deliveries.
@@ -25,10 +25,10 @@ const (
 	acquiredCount = "x-acquired-count"
 )
 
-// maxShort is the longest name or property that AMQP carries.
+// maxShort is the longest name or property that AMQP carries, in bytes.
 const maxShort = 255
 
-// fromTable lists headers in order of name, with their types.
+// fromTable lists the headers of a table in order of name, with their types.
 func fromTable(t amqp091.Table) []dlq.Header {
 	if len(t) == 0 {
 		return nil
@@ -40,7 +40,7 @@ func fromTable(t amqp091.Table) []dlq.Header {
 	return out
 }
 
-// fromField makes a header's value of a field.
+// fromField returns a table's field as the value of a header.
 func fromField(v any) any {
 	switch v := v.(type) {
 	case amqp091.Table:
@@ -61,7 +61,7 @@ func fromField(v any) any {
 	return v
 }
 
-// toTable is the opposite. Of headers with one name the last counts.
+// toTable makes a table of headers. If headers have the same name, the last counts.
 func toTable(headers []dlq.Header) amqp091.Table {
 	t := make(amqp091.Table, len(headers))
 	for _, h := range headers {
@@ -88,7 +88,7 @@ func toField(v any) any {
 		return amqp091.Decimal{Scale: v.Scale, Value: v.Unscaled}
 	case int: // the client would cut it to 32 bits
 		return int64(v)
-	case uint64: // which AMQP 0-9-1 has no type for here
+	case uint64: // AMQP 0-9-1 has no type for it here
 		if v <= 1<<63-1 {
 			return int64(v)
 		}
@@ -97,7 +97,7 @@ func toField(v any) any {
 	return v
 }
 
-// fieldSize is what a value takes on the wire, its type's letter included.
+// fieldSize is the size of a value on the wire, with the letter of its type.
 func fieldSize(v any) int {
 	switch v := v.(type) {
 	case nil:
@@ -179,7 +179,7 @@ func hasDecimal(v any) bool {
 	return false
 }
 
-// tableWithoutDecimals is a copy in which decimals are text, such as "-3.14".
+// tableWithoutDecimals returns a copy in which decimals are text, such as "-3.14".
 func tableWithoutDecimals(t amqp091.Table) amqp091.Table {
 	out := make(amqp091.Table, len(t))
 	for name, e := range t {
@@ -204,10 +204,9 @@ func withoutDecimals(v any) any {
 	return v
 }
 
-// The properties of a message, by AMQP's names. Left out are those that a dead
-// letter must not have: expiration would end it, user-id is checked against the
-// connection's, delivery-mode is always persistent; message-id and timestamp
-// have fields of their own.
+// fromProperties returns the properties of a message, by AMQP's names. It leaves out those that a
+// dead letter must not have: expiration would end it, user-id is checked against the connection's,
+// and delivery-mode is always persistent. message-id and timestamp have fields of their own.
 func fromProperties(d *amqp091.Delivery) []dlq.Header {
 	var out []dlq.Header
 	text := func(name, v string) {
@@ -240,10 +239,10 @@ func toProperties(p *amqp091.Publishing, props []dlq.Header) {
 	}
 }
 
-// deliveries is the broker's own count, from 1, or 0 if it does not count: a
-// classic queue never does, a quorum queue from the second delivery on. What a
-// delivery limit is compared with is x-delivery-count; from RabbitMQ 4.3 on a
-// nack leaves it alone, and only x-acquired-count counts every delivery.
+// deliveries is the broker's own count, from 1, or 0 if the broker does not count. A classic queue
+// never counts, a quorum queue counts from the second delivery on. The broker compares a delivery
+// limit with x-delivery-count. From RabbitMQ 4.3 on a nack does not raise that, and only
+// x-acquired-count counts every delivery.
 func deliveries(t amqp091.Table) int {
 	if n, ok := integer(t[deliveryCount]); ok {
 		return n + 1
@@ -272,7 +271,7 @@ func integer(v any) (n int, ok bool) {
 	return max(n, 0), ok
 }
 
-// brokerTime is when the broker took a message in, if it says so, or else the
+// brokerTime is when the broker took a message in. If the broker does not say so, it is the
 // publisher's timestamp.
 func brokerTime(d *amqp091.Delivery) time.Time {
 	if ms, ok := d.Headers["timestamp_in_ms"].(int64); ok && ms > 0 {
@@ -281,11 +280,11 @@ func brokerTime(d *amqp091.Delivery) time.Time {
 	return d.Timestamp
 }
 
-// keyHeader has the key of a dead letter from elsewhere, such as of a held HTTP request, in
-// base64: AMQP has no place for a key.
+// keyHeader has the key of a dead letter from elsewhere, such as of a held HTTP request, in base64.
+// AMQP has no place for a key.
 const keyHeader = "x-stormguard-message-key"
 
-// takeKey takes it out of the headers; nil if there is none that can be read.
+// takeKey takes the key out of the headers; nil if there is none that can be read.
 func takeKey(headers *[]dlq.Header) []byte {
 	i := slices.IndexFunc(*headers, func(h dlq.Header) bool { return h.Name == keyHeader })
 	if i < 0 {
@@ -300,10 +299,9 @@ func takeKey(headers *[]dlq.Header) []byte {
 	return key
 }
 
-// ReadDeadLetter reads a dead letter, in whatever dialect it was written, the
-// broker's own x-death included. The record shares the delivery's body. err
-// joins an error for each header that cannot be read; the rest is
-// decoded all the same.
+// ReadDeadLetter reads a dead letter in any dialect, the broker's own x-death included. The record
+// shares the delivery's body. The error joins one error for each header that cannot be read; the
+// rest is decoded all the same.
 func ReadDeadLetter(d amqp091.Delivery) (dlq.Record, error) {
 	headers := fromTable(d.Headers)
 	key := takeKey(&headers)

@@ -36,8 +36,8 @@ type Target struct {
 	// go elsewhere.
 	DLQ string
 
-	// Native says that [WithDeadLetterExchange] is used, so that the queue's
-	// dead-letter exchange is where dead letters go.
+	// Native says that the program uses [WithDeadLetterExchange], so that dead letters go to the
+	// queue's dead-letter exchange.
 	Native bool
 
 	// Prefetch is [WithPrefetch]; unset means 256.
@@ -50,22 +50,22 @@ type Target struct {
 	// below 0.
 	Hold time.Duration
 
-	// HandlerTime is how long one message usually takes, divided by the
-	// workers; unset leaves out what follows from it.
+	// HandlerTime is how long a handler usually takes for one message, divided by the number of
+	// workers. Unset leaves out the findings that need it.
 	HandlerTime time.Duration
 
 	// Client does the requests; unset means [http.DefaultClient].
 	Client *http.Client
 }
 
-// manyPrefetched is a prefetch from which a consumer that crashes brings a lot
-// of messages nearer to their delivery limit.
+// manyPrefetched is the prefetch from which a crashing consumer brings many messages nearer to
+// their delivery limit.
 const manyPrefetched = 100
 
-// Inspect reads the arguments and the effective policy of a queue, and of its
-// dead-letter queue, from the management API, and says what would lose messages
-// or cut a hold short, worst first. It changes nothing. An error means that it
-// could not look: [ErrQueueGone] that there is no such queue.
+// Inspect reads the arguments and the effective policy of a queue, and of its dead-letter queue,
+// from the management API. It returns the settings that would lose messages or cut a hold short,
+// worst first. It changes nothing. An error means that it could not look; [ErrQueueGone] means that
+// there is no such queue.
 func Inspect(ctx context.Context, in Target) ([]guard.Finding, error) {
 	if in.VHost == "" {
 		in.VHost = "/"
@@ -134,7 +134,7 @@ type inspector struct {
 
 var errNotThere = errors.New("amqp: not found")
 
-// get reads one thing from the API.
+// get reads one resource of the API.
 func (x *inspector) get(ctx context.Context, into any, path ...string) error {
 	parts := []string{"api"}
 	for _, p := range path {
@@ -143,7 +143,7 @@ func (x *inspector) get(ctx context.Context, into any, path ...string) error {
 	u := x.base.JoinPath(parts...)
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, u.String(), nil)
 	if err != nil {
-		return errors.New("amqp: inspect: the API's address cannot be used") // its text would have the password
+		return errors.New("amqp: inspect: the API's address cannot be used") // the error's text would have the password
 	}
 	resp, err := x.in.Client.Do(req)
 	if err != nil {
@@ -165,7 +165,7 @@ func (x *inspector) get(ctx context.Context, into any, path ...string) error {
 	return nil
 }
 
-// queueInfo is a queue as the API tells it.
+// queueInfo is a queue as the API describes it.
 type queueInfo struct {
 	Name       string
 	Type       string
@@ -189,12 +189,13 @@ func (x *inspector) queue(ctx context.Context, name string) (*queueInfo, error) 
 	return &q, err
 }
 
-// policyFirst tells whether a policy overrides an argument of the queue.
+// policyFirst tells whether the policy overrides the queue's argument of this name.
 func (q *queueInfo) policyFirst(name string) bool {
 	return q.Type == amqp091.QueueTypeQuorum && name == "overflow" || q.Type == amqp091.QueueTypeStream && name == "max-age"
 }
 
-// text is a setting of the queue: its argument, or else the policy's; see policyFirst.
+// text is a setting of the queue: its argument, or else the policy's. See policyFirst for
+// exceptions.
 func (q *queueInfo) text(name string) string {
 	arg, ok := q.Arguments["x-"+name].(string)
 	policy, is := q.Policy[name].(string)
@@ -217,8 +218,9 @@ func (q *queueInfo) number(name string) (n int, ok bool) {
 	return n, ok
 }
 
-// deliveryLimit is the limit that counts; false if there is none. From 4.0 on one below 0
-// means none, and gives way to another; before, it is exceeded by the first delivery.
+// deliveryLimit is the limit that applies; false if there is none. From 4.0 on, a limit below 0
+// means none, and the other setting applies if there are two. Before 4.0, the first delivery
+// exceeds such a limit.
 func (x *inspector) deliveryLimit(q *queueInfo) (n int, ok bool) {
 	if q.Type != amqp091.QueueTypeQuorum {
 		return 0, false
@@ -242,13 +244,13 @@ func (x *inspector) add(s guard.Severity, q *queueInfo, problem, fix string) {
 	x.found = append(x.found, guard.Finding{Severity: s, Where: where, What: problem, Fix: fix})
 }
 
-// policy is the command that sets a policy on a queue.
+// policy returns the command that sets a policy on a queue.
 func (x *inspector) policy(q *queueInfo, definition string) string {
 	return fmt.Sprintf("rabbitmqctl set_policy -p %s --apply-to queues --priority 10 %s '^%s$' '{%s}' (a queue has one policy: keep what yours says)",
 		x.in.VHost, q.Name, q.Name, definition)
 }
 
-// change is how a setting is changed: by a policy, if no argument holds it.
+// change returns how to change a setting: by a policy, unless an argument sets it.
 func (x *inspector) change(q *queueInfo, definition, name string) string {
 	fix := x.policy(q, definition)
 	if _, set := q.Arguments["x-"+name]; set && !q.policyFirst(name) {
@@ -257,7 +259,7 @@ func (x *inspector) change(q *queueInfo, definition, name string) string {
 	return fix
 }
 
-// without is how a setting is taken away.
+// without returns how to remove a setting.
 func (x *inspector) without(q *queueInfo, name string) string {
 	var fixes []string
 	if _, set := q.Arguments["x-"+name]; set {
@@ -269,10 +271,10 @@ func (x *inspector) without(q *queueInfo, name string) string {
 	return strings.Join(fixes, ", then ")
 }
 
-// anew is what an argument takes: it is the queue's for as long as it lives.
+// anew returns how to remove an argument: a queue keeps its arguments as long as it exists.
 func anew(name string) string { return "declare it anew without x-" + name }
 
-// placement looks at how many nodes keep the queue.
+// placement checks how many nodes keep the queue.
 func (x *inspector) placement(q *queueInfo) {
 	switch {
 	case q.Type == amqp091.QueueTypeClassic:
@@ -294,7 +296,7 @@ func (x *inspector) placement(q *queueInfo) {
 	}
 }
 
-// source looks at the queue that is consumed.
+// source checks the consumed queue.
 func (x *inspector) source(ctx context.Context, q *queueInfo) error {
 	switch {
 	case q.Type == amqp091.QueueTypeStream:
@@ -332,7 +334,7 @@ func (x *inspector) source(ctx context.Context, q *queueInfo) error {
 	return nil
 }
 
-// limits looks at delivery limit and dead-letter exchange.
+// limits checks the delivery limit and the dead-letter exchange.
 func (x *inspector) limits(ctx context.Context, q *queueInfo) error {
 	quorum := q.Type == amqp091.QueueTypeQuorum
 	limit, limited := x.deliveryLimit(q)
@@ -371,7 +373,7 @@ func (x *inspector) limits(ctx context.Context, q *queueInfo) error {
 	return nil
 }
 
-// exchange looks whether dead letters get anywhere.
+// exchange checks whether dead letters reach a queue.
 func (x *inspector) exchange(ctx context.Context, q *queueInfo, name string) error {
 	if name == "" {
 		return nil // the default exchange routes to queues by name
@@ -392,7 +394,7 @@ func (x *inspector) exchange(ctx context.Context, q *queueInfo, name string) err
 	return nil
 }
 
-// strategy looks whether the broker loses dead letters on their way.
+// strategy checks whether the broker can lose dead letters on their way.
 func (x *inspector) strategy(q *queueInfo, quorum bool, toDLX string) {
 	switch {
 	case !quorum:
@@ -405,18 +407,18 @@ func (x *inspector) strategy(q *queueInfo, quorum bool, toDLX string) {
 	}
 }
 
-// overflow looks whether a full queue drops messages.
+// overflow checks whether a full queue drops messages.
 func (x *inspector) overflow(q *queueInfo) {
 	_, count := q.number("max-length")
 	_, bytes := q.number("max-length-bytes")
 	o := q.text("overflow")
-	drops := o == "" || o == "drop-head" || o != "reject-publish" && q.Type == amqp091.QueueTypeQuorum // which knows no other
+	drops := o == "" || o == "drop-head" || o != "reject-publish" && q.Type == amqp091.QueueTypeQuorum // a quorum queue knows no other values
 	if (count || bytes) && drops {
 		x.add(guard.Danger, q, "it has a maximum length and drops its oldest messages when it is full", x.change(q, "\"overflow\":\"reject-publish\"", "overflow"))
 	}
 }
 
-// deadLetters looks at the queue of a [DLQ].
+// deadLetters checks the queue of a [DLQ].
 func (x *inspector) deadLetters(ctx context.Context) error {
 	q, err := x.queue(ctx, x.in.DLQ)
 	if errors.Is(err, ErrQueueGone) {

@@ -12,17 +12,16 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-// rejects is the dead-letter writer of [WithDeadLetterExchange]: it writes
-// nothing, but has the port reject the delivery where it would ack it. A reject
-// is no more confirmed than an ack: if the channel breaks before the broker has
-// read it, the message is delivered again.
+// rejects is the dead-letter writer of [WithDeadLetterExchange]. It writes nothing: it has the port
+// reject the delivery instead of acking it. A reject is not confirmed, and neither is an ack: if
+// the channel breaks before the broker has read it, the message is delivered again.
 type rejects struct {
 	mu   sync.Mutex
-	live string              // the mark of the epoch whose deliveries may be named
-	due  map[string]struct{} // written, not settled yet
+	live string              // the mark of the present epoch, whose deliveries may be named
+	due  map[string]struct{} // names of deliveries that were written, and are not settled yet
 }
 
-// reject names a delivery over all epochs.
+// reject names a delivery, uniquely over all epochs.
 type reject struct {
 	mark string
 	tag  uint64
@@ -30,10 +29,10 @@ type reject struct {
 
 func (r reject) String() string { return r.mark + strconv.FormatUint(r.tag, 10) }
 
-// rejectProperty carries it through the record.
+// rejectProperty is the record's property with the name of the delivery.
 const rejectProperty = "stormguard-reject"
 
-// begin forgets earlier epochs.
+// begin starts an epoch and forgets earlier ones.
 func (r *rejects) begin(mark string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -54,7 +53,7 @@ func (r *rejects) Write(_ context.Context, rec *dlq.Record) error {
 	return nil
 }
 
-// take tells, once, whether a delivery is to be rejected.
+// take tells whether a delivery is to be rejected. It says so once.
 func (r *rejects) take(d reject) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -63,8 +62,8 @@ func (r *rejects) take(d reject) bool {
 	return ok
 }
 
-// reject gives a delivery to the queue's dead-letter exchange, at once unless
-// settlements are held.
+// reject gives a delivery to the queue's dead-letter exchange, at once unless settlements are kept
+// back.
 func (p *port) reject(tag uint64) error {
 	if ok, _, _ := p.tags.settle(tag, tagRejected); !ok {
 		return errSettled

@@ -36,66 +36,67 @@ type options struct {
 	log         *slog.Logger
 }
 
-// WithName names the source in states, metrics and logs, and is its breaker's
-// scope. The default is the queue's name. Names are unique within a Guard, so
-// several consumers of one queue in one process need one each.
+// WithName sets the name of the source in states, metrics and logs. The name is also the scope of
+// its breaker. The default is the name of the queue. Names are unique within a Guard: several
+// consumers of one queue in one process need different names.
 func WithName(name string) Option { return func(o *options) { o.name = name } }
 
-// WithQueue names the queue that the deliveries given to [Deliveries] come
-// from, for states and dead letters, where the channel does not tell.
+// WithQueue sets the name of the queue from which the deliveries given to [Deliveries] come. States
+// and dead letters have this name. Set it if the channel does not tell its queue, as with several
+// consumers on one channel.
 func WithQueue(name string) Option { return func(o *options) { o.queue = name } }
 
-// WithPolicy is how this source behaves; the default is the Guard's policy. The
-// window, if unset, is the prefetch. For [Deliveries] its Workers, if unset 1, is
-// how many deliveries may be out at a time.
+// WithPolicy sets the policy of this source. The default is the Guard's policy. If Policy.Window is
+// unset, it is the prefetch; for [Deliveries] without [WithPrefetch] the guard's default. For
+// [Deliveries], Policy.Workers is how many deliveries may be out at a time; unset means 1.
 func WithPolicy(p guard.Policy) Option { return func(o *options) { o.policy = &p } }
 
-// WithPrefetch is how many deliveries the broker leaves unsettled, from 1 to
-// 65535; a larger window is cut to it. [Consume] sets it; for [Deliveries] it is what the program has set with
-// Channel.Qos, and more deliveries than that are refused. The default is the
-// policy's window, or 256.
+// WithPrefetch is how many deliveries the broker leaves unsettled, from 1 to 65535. [Consume] sets
+// it at the broker, and cuts a larger window to it. Its default is the policy's window, or 256. For
+// [Deliveries] it must be the number that the program has set with Channel.Qos; if unset, the
+// prefetch is not known. Deliveries refuses a larger window, and ends the result at more unsettled
+// deliveries.
 //
-// Each break of the channel counts as a delivery of all of them, handled or not:
-// with a delivery limit of 20, the default of quorum queues from RabbitMQ 4.0
-// on, a consumer that crashes at its first message 20 times has them all dropped
-// or dead-lettered by the broker.
+// Each break of the channel counts as a delivery of all prefetched messages, handled or not. Quorum
+// queues of RabbitMQ 4.0 and later have a delivery limit of 20 by default. If a consumer there
+// crashes 21 times at its first message, the broker drops or dead-letters all of them.
 func WithPrefetch(n int) Option { return func(o *options) { o.prefetch = n } }
 
-// WithConsumerTimeout is the broker's consumer_timeout, which the protocol does
-// not tell: how long a delivery may be unsettled before the broker closes the
-// channel. At half of it Consume closes the channel itself. At least 2s; the
-// default is the x-consumer-timeout of [WithConsumeArgs], or else the broker's,
-// 30m.
+// WithConsumerTimeout is the broker's consumer_timeout, which a client cannot read: how long a
+// delivery may be unsettled before the broker closes the channel. [Consume] closes the channel
+// itself after half of it. At least 2s. The default is the x-consumer-timeout of [WithConsumeArgs];
+// if that is unset, it is 30m, as at the broker.
 func WithConsumerTimeout(d time.Duration) Option { return func(o *options) { o.timeout = d } }
 
-// WithDeliveryLimit is the queue's delivery limit: the broker gives a message that many
-// deliveries and one more. After a failure at the last one the message's attempts count
-// as used up, and when the channel closes then, [Consume] dead-letters it: the broker
-// would drop it, or dead-letter it itself. Say here what the queue has, or messages die
-// too early; of a queue without a limit, a number that is never reached. The default is
-// 20 if the broker is RabbitMQ 4.0 or later, and none before; it has no effect on classic
-// queues, which don't count. [Inspect] tells what the queue has. At least 1.
+// WithDeliveryLimit is the delivery limit of the queue. The broker delivers a message once more
+// often than the limit. If a message fails at its last delivery, its attempts count as used up. If
+// the channel closes then, [Consume] dead-letters the message, because the broker would drop it or
+// dead-letter it.
+//
+// Give the limit that the queue has: [Inspect] reads it. With a lower number, messages are
+// dead-lettered too early. For a queue without a limit, give a number that is never reached. At
+// least 1. The default is 20 if the broker is RabbitMQ 4.0 or later, and no limit before. It has no
+// effect on classic queues, which do not count deliveries.
 func WithDeliveryLimit(n int) Option { return func(o *options) { o.limit = n } }
 
-// WithDeadLetters is where dead letters go, usually a [*DLQ]. Without it and
-// without [WithDeadLetterExchange] nothing is dead-lettered: what would be waits.
+// WithDeadLetters sets the writer of dead letters, usually a [*DLQ]. Without it and without
+// [WithDeadLetterExchange] nothing is dead-lettered: such messages wait.
 func WithDeadLetters(w dlq.Writer) Option { return func(o *options) { o.letters = w } }
 
-// WithDeadLetterExchange dead-letters natively: the delivery is rejected, and
-// the broker publishes it to the queue's dead-letter exchange, which is named
-// here so that its existence can be checked. That the queue has it as
-// x-dead-letter-exchange the protocol does not tell, and without it the broker
-// drops what is rejected: check with [Inspect]. The error, the attempts and the
-// cause are not in such a dead letter; the broker's x-death is. Not for
-// [Deliveries], and not together with [WithDeadLetters].
+// WithDeadLetterExchange lets the broker write dead letters: the adapter rejects the delivery, and
+// the broker publishes it to the queue's dead-letter exchange. name is that exchange; [Consume]
+// checks that it exists. AMQP does not tell whether it is the queue's x-dead-letter-exchange. If
+// the queue has none, the broker drops rejected messages: check with [Inspect]. Such a dead letter
+// has the broker's x-death, but not the error, the attempts or the cause. [Deliveries] refuses this
+// option. It cannot be set together with [WithDeadLetters].
 func WithDeadLetterExchange(name string) Option { return func(o *options) { o.native = name } }
 
-// WithLimiter paces admissions.
+// WithLimiter limits the rate of admissions. The default is no limit.
 func WithLimiter(l guard.Limiter) Option { return func(o *options) { o.limiter = l } }
 
-// WithKey chooses the key whose messages keep their order under
-// [guard.OrderKey]. The default is the routing key. It is called once a message
-// and must not block.
+// WithKey sets the function that returns the key of a message. Under [guard.OrderKey], messages of
+// one key keep their order. The default key is the routing key. key is called once for each
+// message, and must not block.
 func WithKey(key func(amqp091.Delivery) string) Option { return func(o *options) { o.key = key } }
 
 // WithConsumeArgs are the arguments of basic.consume, such as
@@ -106,8 +107,8 @@ func WithConsumeArgs(args amqp091.Table) Option { return func(o *options) { o.ar
 // letters being written. At least 1ms; the default is 30s.
 func WithStopTimeout(d time.Duration) Option { return func(o *options) { o.stopTimeout = d } }
 
-// WithLogger logs changes of state, never messages. The default is the Guard's logger,
-// see [guard.WithLogger]. A [*DLQ] that has none of its own logs there, too.
+// WithLogger sets the logger. It gets changes of state, never messages. The default is the Guard's
+// logger, see [guard.WithLogger]. A [*DLQ] without a logger of its own uses it, too.
 func WithLogger(log *slog.Logger) Option { return func(o *options) { o.log = log } }
 
 const (
@@ -115,7 +116,7 @@ const (
 	defaultPrefetch        = 256
 	defaultConsumerTimeout = 30 * time.Minute
 	minConsumerTimeout     = 2 * time.Second
-	defaultDeliveryLimit   = 20 // of quorum queues, from 4.0 on
+	defaultDeliveryLimit   = 20 // of quorum queues, from RabbitMQ 4.0 on
 )
 
 func newOptions(g *guard.Guard, opts []Option) (options, error) {
@@ -174,7 +175,7 @@ func newOptions(g *guard.Guard, opts []Option) (options, error) {
 	return o, errors.Join(errs...)
 }
 
-// whole is a number of an argument, of any size.
+// whole returns an argument as a number, whatever its integer type.
 func whole(v any) (int64, bool) {
 	switch n := reflect.ValueOf(v); {
 	case n.CanInt():
@@ -186,7 +187,7 @@ func whole(v any) (int64, bool) {
 	}
 }
 
-// limits are what the broker asks of a source with this prefetch.
+// limits are the broker's deadlines and bounds for a source with this prefetch.
 func (o *options) limits(prefetch int, version [2]int) guard.Limits {
 	l := guard.Limits{MaxUnacked: prefetch, HoldMax: o.timeout / 2, EndsWithInput: true}
 	switch {

@@ -10,17 +10,17 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// ages tells how long the oldest open delivery has been out. It looks now and
-// then at how far the tags have come, so that a delivery costs nothing: its age
-// is known to within a 16th of the limit, and is never taken for less.
+// ages tells how long the oldest open delivery has been out. It costs nothing per delivery: now and
+// then it notes the latest tag. So it knows an age to within a 16th of the limit, and never takes
+// it for less.
 type ages struct {
 	limit   time.Duration
-	samples []sample // oldest first; as many as the limit spans
+	samples []sample // oldest first; together they span the limit
 }
 
 type sample struct {
 	at   time.Time
-	high uint64 // the latest tag delivered then
+	high uint64 // the latest tag delivered by then
 }
 
 const agesPerLimit = 16
@@ -46,14 +46,14 @@ func (a *ages) over(now time.Time, oldest, high uint64) bool {
 	return oldest > 0 && last.high >= oldest
 }
 
-// pace is the ramp of an epoch that begins after a hold: what the channel gave
-// back is not in the source, so its own ramp does not see it.
+// pace is the ramp of an epoch that begins after a hold. The messages that the channel gave back
+// are not in the source, so the source's own ramp does not see them.
 type pace struct {
 	inner guard.Limiter // the user's; may be nil
-	ramp  guard.Ramp    // all set
+	ramp  guard.Ramp    // all fields are set
 
 	mu       sync.Mutex
-	starting bool // begin was called; the next Admit is the start
+	starting bool // begin was called; the next Admit starts the ramp
 	on       bool
 	from     time.Duration
 	admitted float64
@@ -66,7 +66,7 @@ func (p *pace) begin() {
 	p.starting = !p.ramp.Off
 }
 
-// Admit paces admissions.
+// Admit implements [guard.Limiter]: it applies the ramp, then the user's limiter.
 func (p *pace) Admit(now time.Duration) time.Duration {
 	if wait := p.wait(now); wait > 0 {
 		return wait

@@ -11,28 +11,28 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// A hold that lasts longer than the broker lets a delivery be unsettled is sat
-// out without a channel:
+// If a hold lasts longer than the broker lets a delivery be unsettled, Consume waits without a
+// channel:
 //
 //	held for half of the consumer timeout ── park ──▶ no channel
 //	the source would admit a message ── awaitAdmission ──▶ a narrow epoch: for the probes and their witnesses
 //	nothing holds it, and a message got through ── widen ──▶ the whole prefetch, at a ramp
 //
-// Each narrow epoch that fails is a delivery more of all its messages. When one has
-// had half of its deliveries that way, the next narrow epochs have a prefetch of 1.
+// Each narrow epoch that fails costs all its messages a delivery. When a message has used half of
+// its deliveries that way, the next narrow epochs have a prefetch of 1.
 
-// park ends an epoch in which a delivery was unsettled for half of the consumer
-// timeout. Where nothing holds the source its handlers are too slow for the
-// prefetch, or its rate limit too low: then the next has half of it.
+// park ends an epoch in which a delivery was unsettled for half of the consumer timeout. If nothing
+// holds the source, its handlers are too slow for the prefetch, or its rate limit is too low. Then
+// the next epoch has half of the prefetch.
 func (e *epoch) park() (outcome, error) {
 	c, st := e.c, e.src.State()
-	held := e.narrow // nothing got through, so nothing is known of its speed
+	held := e.narrow // nothing got through, so the speed of the handlers is not known
 	for _, h := range st.Holds {
 		switch h.Reason {
 		case guard.ReasonBackpressure:
 			held = held || h.Until > 0
 		case guard.ReasonLimiter:
-			held = held || st.Tally.Acked == 0 // it lets nothing through at all
+			held = held || st.Tally.Acked == 0 // the limiter lets nothing through at all
 		default:
 			held = true
 		}
@@ -43,14 +43,14 @@ func (e *epoch) park() (outcome, error) {
 	switch {
 	case held:
 		return epochParked, nil
-	case !drains(st): // else what it has waits for the disk, not for slow handlers
+	case !drains(st): // else the deliveries wait for the disk, not for slow handlers
 		c.prefetch = max(e.size/2, c.policy.Workers, 1)
 	}
 	return epochLost, nil
 }
 
-// awaitAdmission waits until the source would admit a message: nothing holds it,
-// or its breaker has room for a probe. false when ctx ends first.
+// awaitAdmission waits until the source would admit a message: nothing holds it, or its breaker has
+// room for a probe. It returns false when ctx ends first.
 func (e *epoch) awaitAdmission(ctx context.Context) bool {
 	look := time.NewTicker(lookEvery)
 	defer look.Stop()
@@ -64,9 +64,10 @@ func (e *epoch) awaitAdmission(ctx context.Context) bool {
 	return true
 }
 
-// awaitDisk waits while the source drains its spill, or the disk is full: it takes nothing
-// from its input, and what a consumer has would be unsettled until the channel had to be
-// closed, again and again, each time a delivery more. false when ctx ends first.
+// awaitDisk waits while the source drains its spill, or the disk is full. Then the source takes
+// nothing from its input, and the deliveries of a consumer would stay unsettled. The channel would
+// have to be closed again and again, each time at the cost of a delivery. awaitDisk returns false
+// when ctx ends first.
 func (e *epoch) awaitDisk(ctx context.Context) bool {
 	look := time.NewTicker(lookEvery)
 	defer look.Stop()
@@ -80,10 +81,10 @@ func (e *epoch) awaitDisk(ctx context.Context) bool {
 	return true
 }
 
-// drains tells whether a source takes nothing but what is in its spill.
+// drains tells whether a source takes only messages from its spill.
 func drains(st guard.State) bool { return st.Spilled > 0 && st.Room == 0 }
 
-// admits tells whether a source without messages would try one.
+// admits tells whether a source without messages would admit a message.
 func admits(st guard.State) bool {
 	for _, h := range st.Holds {
 		switch h.Reason {
@@ -94,7 +95,8 @@ func admits(st guard.State) bool {
 				return false
 			}
 		case guard.ReasonBreaker:
-			// A closed one is held by a wider scope, which others' probes open.
+			// If the breaker is closed, a wider scope holds the source, until the probes of others
+			// open the way.
 			if h.Until > 0 || st.Breaker.State.String() == "closed" {
 				return false
 			}
@@ -104,13 +106,13 @@ func admits(st guard.State) bool {
 	return true
 }
 
-// settled tells whether what held the source is over for a narrow epoch. The
-// holds alone do not say so: the handler may ask for time again, or the dead-letter
-// writer be down still, and that shows only when a message has got through.
+// settled tells whether the hold of a narrow epoch is over. The source's holds alone do not say so:
+// the handler may ask for time again, or the dead-letter writer may still be down. Only a message
+// that got through shows it.
 //
-// A failure is as good as an ack where the failed message holds up nobody. It is so
-// with a prefetch of 1, too, if the message can be dead-lettered: what that takes,
-// witnesses and a breaker with something to count, needs more than one message.
+// A failure is as good as an ack if the failed message blocks no other. This is so with a prefetch
+// of 1, too, if the message can be dead-lettered. For a dead letter the guard needs witnesses and a
+// breaker with something to count, so more than one message.
 func (e *epoch) settled() bool {
 	st := e.src.State()
 	ordered := st.Settings.Order == guard.OrderSource
@@ -132,16 +134,16 @@ func (e *epoch) settled() bool {
 	return through > 0
 }
 
-// progress is how much a source had settled at a time.
+// progress is how many messages a source had settled at a time.
 type progress struct {
 	at      time.Time
 	settled uint64
 }
 
-// wanted is the prefetch that the consumer should have instead of its own, 0 if
-// none. A prefetch that was lowered grows to what the source settles in a quarter
-// of the consumer timeout, half of the time that a delivery may take: one that was
-// halved for slow handlers is not doubled for the same speed.
+// wanted returns the prefetch that the consumer should have, 0 to keep its present one. A lowered
+// prefetch grows to the number of messages that the source settles in a quarter of the consumer
+// timeout. That is half of the time that a delivery may take. So a prefetch that was halved for
+// slow handlers is not doubled at the same speed.
 func (e *epoch) wanted(now time.Time) int {
 	c := e.c
 	switch {
@@ -166,10 +168,10 @@ func (e *epoch) wanted(now time.Time) int {
 // worthwhile tells whether a new prefetch is worth a new consumer.
 func (e *epoch) worthwhile(to int) bool { return to >= min(2*e.size, e.c.full) }
 
-// widen makes a narrow epoch an ordinary one, and replaces the consumer by one with
-// a larger prefetch if it can. An epoch that is held again meanwhile remains narrow.
+// widen makes a narrow epoch an ordinary one. If it can, it replaces the consumer by one with a
+// larger prefetch. An epoch that is held again meanwhile stays narrow.
 func (e *epoch) widen(ctx context.Context, to int) error {
-	again := false // it goes on to probe
+	again := false // the epoch stays narrow
 	begin := func() {
 		if e.narrow && !again {
 			e.narrow = false
@@ -201,14 +203,12 @@ func (e *epoch) widen(ctx context.Context, to int) error {
 	return e.subscribe(to)
 }
 
-// replaceable waits a moment until the consumer can be replaced, and says by which
-// prefetch, as the sizes of the deliveries that are out allow: a prefetch is the
-// consumer's from its beginning.
+// replaceable waits a moment until the consumer can be replaced. It returns the new prefetch, as
+// far as the sizes of the deliveries that are out allow it: a consumer cannot change its prefetch.
 //
-// A delivery that is on its way when its consumer is cancelled goes to the tail
-// of a quorum queue. So acks and rejects are kept back until all of the prefetch is
-// out: then nothing else is on its way. When it is not used up there is nothing to
-// be gained either.
+// A delivery on its way to a cancelled consumer goes to the tail of a quorum queue. So acks and
+// rejects are kept back until the whole prefetch is out: then nothing is on its way. If the
+// prefetch is not used up, a larger one gains nothing.
 func (e *epoch) replaceable(ctx context.Context, to int) (int, bool) {
 	for deadline := time.Now().Add(settleTime); !e.port.tags.full(e.size, e.after); time.Sleep(settleTime / 50) {
 		if time.Now().After(deadline) || ctx.Err() != nil {
@@ -223,18 +223,18 @@ func (e *epoch) replaceable(ctx context.Context, to int) (int, bool) {
 	return to, e.narrow && to > e.size || e.worthwhile(to)
 }
 
-// awaitHandled waits until all that is out is handled, where there is an order to keep. With
-// a single active consumer the broker activates the next one as soon as this one is
-// cancelled, and leaves with this channel what is out: messages that come before those of
-// the next. Whether one waits it does not tell: the number of a queue's consumers is without
-// those.
+// awaitHandled waits until all deliveries that are out are handled, if there is an order to keep.
+// With a single active consumer, the broker activates the next consumer as soon as this one is
+// cancelled. The deliveries that are out stay with this channel, and come before those of the next
+// consumer. The broker does not tell whether a consumer waits: the number of a queue's consumers
+// does not count it.
 //
-// A call is waited for until its timeout is over, and a message that the rate limit, a ramp or
-// [guard.Backoff] delays until it is handled. A message that has failed is waited for as long as
-// its longest delay. Any other message that no handler has, and that is not settled, is not waited
-// for: it may need others beside it. false if the consumer must not be
-// replaced: it has ended, ctx has, the source is held, or a delivery was out for half of the
-// consumer timeout.
+// awaitHandled waits for a call until its timeout, and for a message that the rate limit, a ramp or
+// [guard.Backoff] delays until it is handled. It waits for a failed message as long as the
+// message's longest delay. It does not wait for other unsettled messages that no handler has: they
+// may need further messages. It returns false if the consumer must not be replaced. That is if the
+// consumer or ctx has ended, the source is held, or a delivery was out for half of the consumer
+// timeout.
 func (e *epoch) awaitHandled(ctx context.Context) bool {
 	if e.c.policy.Order == guard.OrderNone {
 		return true
@@ -242,7 +242,7 @@ func (e *epoch) awaitHandled(ctx context.Context) bool {
 	look := time.NewTicker(settleTime / 50)
 	defer look.Stop()
 	moved, left := time.Now(), e.port.tags.unsettled()
-	idle := 0 // looks at which nothing was on its way
+	idle := 0 // looks in a row at which no message was on its way
 	for left > 0 {
 		select {
 		case <-look.C:
@@ -253,11 +253,11 @@ func (e *epoch) awaitHandled(ctx context.Context) bool {
 		}
 		now := time.Now()
 		if oldest, high := e.port.tags.oldest(); e.age.over(now, oldest, high) {
-			return false // acks are kept back: whether it is settled is seen after this
+			return false // acks are kept back: a later look sees whether the delivery is settled
 		}
 		stuck := false
 		if still := now.Sub(moved); still >= settleMost {
-			st := e.src.State() // before the count below, which sees what is settled in between
+			st := e.src.State() // read before the count below, which then has messages settled in between
 			switch {
 			case held(st):
 				return false
@@ -267,7 +267,7 @@ func (e *epoch) awaitHandled(ctx context.Context) bool {
 				idle = 0
 				stuck = still >= st.Settings.Timeout+settleMost
 			default:
-				idle++ // a message whose delay has just ended is not handled yet
+				idle++ // a message whose delay ended a moment ago is not handled yet
 				stuck = idle > idleLooks && (st.Account.RetryWait == 0 || still >= longest(st.Settings.Retry)+settleMost)
 			}
 		}
@@ -280,8 +280,8 @@ func (e *epoch) awaitHandled(ctx context.Context) bool {
 	return true
 }
 
-// longest is the longest delay of a message that has attempts left. Of several such delays in a row
-// only the first is waited for.
+// longest is the longest delay of a message that has attempts left. Of several such delays in a
+// row, awaitHandled waits only for the first.
 func longest(r guard.Retry) time.Duration {
 	d := r.Base
 	for n := 2; n < r.Attempts && d < r.Max; n++ {
@@ -290,26 +290,27 @@ func longest(r guard.Retry) time.Duration {
 	return min(d, r.Max)
 }
 
-// idleLooks is at how many looks in a row nothing may be on its way before it is taken for stuck.
+// idleLooks is how many looks in a row may see no message on its way before the rest counts as
+// stuck.
 const idleLooks = 20
 
-// held tells whether a source handles nothing but probes until something else clears the way.
+// held tells whether a source handles only probes until its hold ends.
 func held(st guard.State) bool {
 	return slices.ContainsFunc(st.Holds, func(h guard.Hold) bool {
 		return h.Reason == guard.ReasonBreaker || h.Reason == guard.ReasonStorm || h.Reason == guard.ReasonOperator
 	})
 }
 
-// delayed tells whether a source handles its next message later, by the clock.
+// delayed tells whether a source handles its next message at a known later time.
 func delayed(st guard.State) bool {
 	return slices.ContainsFunc(st.Holds, func(h guard.Hold) bool {
 		return h.Until > 0 && (h.Reason == guard.ReasonLimiter || h.Reason == guard.ReasonBackpressure)
 	})
 }
 
-// lighten ends an epoch whose unsettled deliveries take too many bytes; false if
-// they do not any more, or it is one that is as large. The next channel's prefetch
-// is what fits at their mean size.
+// lighten ends an epoch whose unsettled deliveries take too many bytes. The next channel's prefetch
+// is the number that fits, at their mean size. It returns false if they no longer take too many, or
+// if there is only one.
 func (e *epoch) lighten() (outcome, bool) {
 	c := e.c
 	n, bytes := e.port.tags.weight()

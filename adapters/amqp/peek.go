@@ -10,8 +10,8 @@ import (
 	"github.com/rabbitmq/amqp091-go"
 )
 
-// What the client knows about a channel and has no method for. It is looked up
-// by reflection, and where another version has it elsewhere it is unknown.
+// These functions read facts about a channel for which the client has no method. They use
+// reflection. If another version of the client keeps a fact elsewhere, it is unknown.
 
 // recovers tells whether the channel's connection has the client's own recovery.
 func recovers(ch *amqp091.Channel) bool {
@@ -20,7 +20,7 @@ func recovers(ch *amqp091.Channel) bool {
 	return recovery.IsValid() && recovery.Kind() == reflect.Pointer && !recovery.IsNil()
 }
 
-// connectionOf is a channel's connection, nil where the client does not tell.
+// connectionOf returns a channel's connection; nil if the client does not tell.
 func connectionOf(ch *amqp091.Channel) *amqp091.Connection {
 	v := reflect.ValueOf(ch).Elem().FieldByName("connection")
 	if !v.IsValid() || v.Type() != reflect.TypeFor[*amqp091.Connection]() {
@@ -29,8 +29,8 @@ func connectionOf(ch *amqp091.Channel) *amqp091.Connection {
 	return (*amqp091.Connection)(v.UnsafePointer())
 }
 
-// versionOf is the version of a channel's broker, 0 where the client does not
-// tell. Its properties do not change once it is connected.
+// versionOf returns the version of a channel's broker, 0 if the client does not tell. A
+// connection's properties do not change once it is connected.
 func versionOf(ch *amqp091.Channel) [2]int {
 	properties := field(field(reflect.ValueOf(ch), "connection"), "Properties")
 	if !properties.IsValid() || properties.Type() != reflect.TypeFor[amqp091.Table]() {
@@ -46,8 +46,8 @@ func versionOf(ch *amqp091.Channel) [2]int {
 	return version(v.String())
 }
 
-// consumerOf is the one consumer of a channel; ok is false where there are
-// several, or the client does not tell.
+// consumerOf describes a channel's consumer. ok is false unless there is exactly one, and if the
+// client does not tell.
 func consumerOf(ch *amqp091.Channel) (queue, tag string, autoAck, ok bool) {
 	subs := field(reflect.ValueOf(ch), "consumers")
 	lock, configs := field(subs, "Mutex"), field(subs, "configs")
@@ -55,7 +55,7 @@ func consumerOf(ch *amqp091.Channel) (queue, tag string, autoAck, ok bool) {
 		!configs.IsValid() || configs.Kind() != reflect.Map {
 		return "", "", false, false
 	}
-	mu := (*sync.Mutex)(lock.Addr().UnsafePointer()) // the client writes the map under it
+	mu := (*sync.Mutex)(lock.Addr().UnsafePointer()) // the client writes the map under this lock
 	mu.Lock()
 	defer mu.Unlock()
 	if configs.Len() != 1 {
@@ -70,8 +70,8 @@ func consumerOf(ch *amqp091.Channel) (queue, tag string, autoAck, ok bool) {
 	return queue, tag, autoAck, ok
 }
 
-// field is the field of a struct, or of what a pointer points to; invalid where
-// there is none.
+// field returns a field of a struct, or of the struct that a pointer leads to; invalid if there is
+// none.
 func field(v reflect.Value, name string) reflect.Value {
 	for v.IsValid() && v.Kind() == reflect.Pointer {
 		v = v.Elem()

@@ -20,34 +20,33 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// life is the time in which the tags of one channel mean what they say.
+// life scopes delivery tags to one channel: once it has ended, they mean nothing.
 //
-// latch holds the channel's close event and is never read: the client puts the
-// event there before anything else can happen to the channel, in particular
-// before its recovery opens another one under the same name, in which the tags
-// begin at 1 again.
+// latch holds the channel's close event and is never read. The client puts the event there before
+// anything else can happen to the channel. In particular that is before the client's recovery opens
+// another channel under the same name, in which the tags begin at 1 again.
 type life struct {
 	ch    *amqp091.Channel
 	latch chan *amqp091.Error
 	over  atomic.Bool
 }
 
-// newLife begins the life of a channel's tags. closed is told of its end too.
+// newLife begins the life of a channel's tags. closed gets the channel's end, too.
 func newLife(ch *amqp091.Channel) (l *life, closed <-chan *amqp091.Error) {
 	l = &life{ch: ch, latch: make(chan *amqp091.Error, 1)}
 	ch.NotifyClose(l.latch)
 	return l, ch.NotifyClose(make(chan *amqp091.Error, 1))
 }
 
-// ended tells whether the tags mean nothing any more.
+// ended tells whether the tags are no longer valid.
 func (l *life) ended() bool {
 	return l == nil || l.over.Load() || len(l.latch) > 0 || l.ch.IsClosed()
 }
 
-// meta is what the ports of both shapes say about a delivery.
+// meta describes deliveries for the ports of both shapes.
 type meta struct {
 	queue string
-	mark  string // makes ids for messages that have none; of this epoch alone
+	mark  string // prefix of the ids of messages that have none; unique to this epoch
 	key   func(amqp091.Delivery) string
 	seed  maphash.Seed
 }
@@ -64,10 +63,10 @@ func (p *meta) lane(d *amqp091.Delivery) uint64 {
 	return maphash.String(p.seed, key)
 }
 
-// size leaves the headers out: to weigh them would cost more than they do.
+// size leaves the headers out: to measure them would cost more than it gains.
 func size(d *amqp091.Delivery) int { return len(d.Body) + len(d.RoutingKey) + 512 }
 
-// id is the message's own, or one that is made for its time in this process.
+// id returns the message's own id, or one that is made for its time in this process.
 func (p *meta) id(d *amqp091.Delivery) string {
 	if d.MessageId != "" {
 		return d.MessageId
@@ -84,7 +83,7 @@ func (p *meta) describe(d *amqp091.Delivery) guard.Meta {
 		Deliveries: deliveries(d.Headers), Redelivered: d.Redelivered, Lag: -1,
 	}
 	if nameless(d) {
-		m.Redelivered = m.Redelivered || d.MessageId != "" // from the spill
+		m.Redelivered = m.Redelivered || d.MessageId != "" // a made id means that the message is from the spill
 		headers, properties := m.Headers, m.Properties
 		m.Content = func() string { return content(d, properties, headers) }
 	}
@@ -94,7 +93,8 @@ func (p *meta) describe(d *amqp091.Delivery) guard.Meta {
 // nameless tells whether the publisher gave a message no id.
 func nameless(d *amqp091.Delivery) bool { return d.MessageId == "" || d.Acknowledger == madeID{} }
 
-// content is a hash of what each delivery of a message has, so without the broker's counts.
+// content is a hash of what is the same in each delivery of a message. It leaves out the broker's
+// counts.
 func content(d *amqp091.Delivery, properties, headers []dlq.Header) string {
 	h := fnv.New128a()
 	fmt.Fprintf(h, "%q %q %d ", d.Exchange, d.RoutingKey, d.Timestamp.Unix())
@@ -109,19 +109,19 @@ func content(d *amqp091.Delivery, properties, headers []dlq.Header) string {
 	return hex.EncodeToString(h.Sum(nil))
 }
 
-// port is the function shape's port: one channel with one consumer at a time,
-// so that the tags on it are all ours.
+// port is the port of the function shape: one channel with one consumer at a time, so that all tags
+// on it are ours.
 type port struct {
 	meta
 	acker
 	rejects *rejects // nil unless dead letters are rejected
 
-	back  sync.Mutex         // guards what follows. Lock order: back, then tags.mu
-	given []amqp091.Delivery // back by the source at its end
-	lasts []amqp091.Delivery // came for the last time; some are settled
+	back  sync.Mutex         // guards given and lasts. Lock order: back, then tags.mu
+	given []amqp091.Delivery // messages that the source gave back at its end
+	lasts []amqp091.Delivery // deliveries that are the last of their messages; some are settled
 }
 
-// keep remembers a delivery that is its message's last.
+// keep remembers a delivery that is the last of its message.
 func (p *port) keep(d amqp091.Delivery) {
 	p.back.Lock()
 	defer p.back.Unlock()
@@ -140,7 +140,8 @@ func newPort(queue string, o *options) *port {
 func (p *port) Lane(d amqp091.Delivery) uint64 { return p.lane(&d) }
 func (p *port) Size(d amqp091.Delivery) int    { return size(&d) }
 
-// Meta of a delivery that may be rejected names it to [rejects].
+// Meta describes a delivery. If dead letters are rejected, it adds the delivery's name for
+// [rejects].
 func (p *port) Meta(d amqp091.Delivery) guard.Meta {
 	m := p.describe(&d)
 	if p.rejects != nil {
@@ -149,7 +150,7 @@ func (p *port) Meta(d amqp091.Delivery) guard.Meta {
 	return m
 }
 
-// Ack settles; Flush tells the broker.
+// Ack settles a delivery. Flush sends the ack.
 func (p *port) Ack(d amqp091.Delivery) error {
 	if p.life.Load().ended() {
 		return errChannelGone
@@ -165,15 +166,15 @@ func (p *port) Ack(d amqp091.Delivery) error {
 	return nil
 }
 
-// Flush sends what is settled.
+// Flush sends the acks of settled deliveries.
 func (p *port) Flush() error { return p.flush() }
 
-// Extend has nothing to do: a consumer_timeout cannot be extended.
+// Extend does nothing: a consumer_timeout cannot be extended.
 func (p *port) Extend([]amqp091.Delivery) {}
 
-// Return leaves it to the channel's end, which puts everything back in its
-// order, but for what [epoch.rescue] takes out. A requeue would put it at the tail of a
-// quorum queue without a limit.
+// Return leaves messages to the channel's end, which puts them back in their order, except those
+// that [epoch.rescue] takes out. A requeue would put a message at the tail of a quorum queue
+// without a limit.
 func (p *port) Return(ds []amqp091.Delivery, _ guard.Reason) error {
 	p.back.Lock()
 	defer p.back.Unlock()
@@ -181,5 +182,5 @@ func (p *port) Return(ds []amqp091.Delivery, _ guard.Reason) error {
 	return nil
 }
 
-// Demand has nothing to do: the prefetch is the window.
+// Demand does nothing: the prefetch is the window.
 func (p *port) Demand(int) {}

@@ -40,21 +40,20 @@ func (c RegisterConfig) Validate() error {
 	return errors.Join(errs...)
 }
 
-// registerPrefetch is how many records are on their way to a reader.
+// registerPrefetch is how many records the broker sends ahead to a reader.
 const registerPrefetch = 64
 
-// Register is a [register.Register] in a RabbitMQ stream, 3.9 or later. Every attempt
-// is a record. All processes read the same log, and the first record for a number
+// Register is a [register.Register] in a RabbitMQ stream, 3.9 or later. Each attempt to write a
+// document appends a record. All processes read the same log, and the first record for a number
 // wins. A writer knows that it has won, or lost, when it has read its own record.
 //
-// The protocol does not tell where a stream ends. So Read, and the beginning of a
-// Watch, write a record of some 60 bytes that changes nothing, and read to it.
+// AMQP does not tell where a stream ends. So Read, and the beginning of a Watch, append a record of
+// some 60 bytes that changes nothing, and read up to it.
 //
-// The stream keeps every record: a policy with a max-age or a max-length-bytes would
-// delete the first ones, and then each method fails. A start reads the stream from its
-// beginning.
+// The stream must keep every record. Once a policy with a max-age or a max-length-bytes has deleted
+// the first records, each method fails. A start reads the stream from its beginning.
 //
-// Register makes connections of its own, one for each Watch besides. Close ends them.
+// Register makes connections of its own: a shared one, and one for each Watch. Close ends them.
 type Register struct {
 	dialer Dialer
 	cfg    RegisterConfig
@@ -63,16 +62,16 @@ type Register struct {
 	dialing chan struct{} // holds a token while a call connects
 
 	mu     sync.Mutex
-	link   *link // nil while there is none
+	link   *link // the shared connection; nil while there is none
 	closed bool
-	calls  sync.WaitGroup // of the broker, those that nobody waits for among them
+	calls  sync.WaitGroup // running calls to the broker, also those whose caller has given up
 }
 
 var _ register.Register = (*Register)(nil)
 
-// NewRegister is the register in a stream. It asks the broker nothing: the stream is
-// created or checked at the first use of each connection. A queue of another type, or a
-// stream whose arguments let it forget, is an [ErrUnsuitable] of each method.
+// NewRegister returns the register in the stream of cfg. It does not ask the broker: each
+// connection creates or checks the stream at its first use. Each method returns an [ErrUnsuitable]
+// if the queue is no stream, or if its arguments let the stream delete records.
 func NewRegister(dialer Dialer, cfg RegisterConfig) (*Register, error) {
 	if err := errors.Join(dialer.Validate(), cfg.Validate()); err != nil {
 		return nil, err
@@ -82,8 +81,8 @@ func NewRegister(dialer Dialer, cfg RegisterConfig) (*Register, error) {
 
 var errRegisterClosed = errors.New("amqp: the register is closed")
 
-// Close ends the connections. It waits for what is asked of the broker, some seconds at
-// most. End each Watch before.
+// Close ends the connections. It waits for running calls to the broker, some seconds at most. End
+// each Watch before.
 func (r *Register) Close() error {
 	r.mu.Lock()
 	l := r.link
@@ -96,9 +95,9 @@ func (r *Register) Close() error {
 	return nil
 }
 
-// aside does what waits for the broker on a goroutine of its own. When ctx ends first,
-// the call goes on alone, for answerTimeout and the end of its connection; Close waits
-// for it.
+// aside runs call, which waits for the broker, on a goroutine of its own. When ctx ends first,
+// aside returns, and call goes on for answerTimeout and the end of its connection. Close waits for
+// call.
 func (r *Register) aside(ctx context.Context, call func() error) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -123,7 +122,7 @@ func (r *Register) aside(ctx context.Context, call func() error) error {
 	}
 }
 
-// connect makes a connection, and the stream if it is not there.
+// connect makes a connection, and creates the stream if it does not exist.
 func (r *Register) connect(ctx context.Context) (*link, error) {
 	l, err := r.dialer.once(ctx)
 	if err != nil {
@@ -136,9 +135,9 @@ func (r *Register) connect(ctx context.Context) (*link, error) {
 	return l, nil
 }
 
-// ensure declares the stream: the broker refuses one with other arguments.
+// ensure declares the stream. The broker refuses a queue that exists with other arguments.
 func (r *Register) ensure(l *link) error {
-	ch, err := l.Channel() // a failure costs the channel
+	ch, err := l.Channel() // a refused declaration closes the channel
 	if err != nil {
 		return fmt.Errorf("amqp: register: %w", err)
 	}
@@ -158,7 +157,7 @@ func (r *Register) ensure(l *link) error {
 	return ch.Close()
 }
 
-// shared is the connection of all calls but those of a Watch.
+// shared returns the connection of all calls except those of a Watch. It connects if there is none.
 func (r *Register) shared(ctx context.Context) (*link, error) {
 	select {
 	case r.dialing <- struct{}{}:
@@ -189,19 +188,20 @@ func (r *Register) shared(ctx context.Context) (*link, error) {
 	return l, nil
 }
 
-// A reader is a channel that reads the log from where it was read to, and writes.
+// A reader is a channel that reads the log from the first unread offset on, and writes records.
 type reader struct {
 	r       *Register
 	link    *link
 	ch      *amqp091.Channel
 	records <-chan amqp091.Delivery
 	returns chan amqp091.Return
-	from    int64 // where it began
+	from    int64 // offset at which the reader began
 	begun   bool
 }
 
-// attach opens a reader. A stream that was made just now has no replica to read from
-// for a moment; a node that stays without one is left for another.
+// attach opens a reader. A stream that was created a moment ago has no replica to read from. If a
+// node has no replica for replicaWait, attach closes the connection: the next connection may reach
+// another node.
 func (r *Register) attach(ctx context.Context, l *link) (*reader, error) {
 	for begun := time.Now(); ; {
 		x, err := r.attachOnce(ctx, l)
@@ -210,7 +210,8 @@ func (r *Register) attach(ctx context.Context, l *link) (*reader, error) {
 			return x, nil
 		case !isCode(err, amqp091.PreconditionFailed):
 			return nil, fmt.Errorf("amqp: register: %w", err)
-		case !strings.Contains(err.Error(), "replica"): // it has none that runs, or none on this node
+		// The broker uses this word if the stream has no running replica, or none on this node.
+		case !strings.Contains(err.Error(), "replica"):
 			return nil, unsuitable("queue %s is no stream: %v", r.cfg.Stream, err)
 		case time.Since(begun) > replicaWait:
 			l.close()
@@ -248,12 +249,12 @@ func (r *Register) attachOnce(ctx context.Context, l *link) (*reader, error) {
 
 // end closes the channel. ctx may have ended.
 func (x *reader) end(ctx context.Context) {
-	_ = x.link.within(ctx, answerTimeout, x.ch.Close) // a failure has closed it
+	_ = x.link.within(ctx, answerTimeout, x.ch.Close) // if it fails, the channel is closed already
 }
 
 var errRegisterOver = errors.New("amqp: register: the connection, or the stream, has ended")
 
-// fold takes in a record.
+// fold adds a record to the log. ok is false when the deliveries have ended.
 func (x *reader) fold(d amqp091.Delivery, ok bool) error {
 	if !ok {
 		return errRegisterOver
@@ -275,9 +276,9 @@ func (x *reader) fold(d amqp091.Delivery, ok bool) error {
 	return nil
 }
 
-// write publishes a record once, and reads to it. All that happens to it after it was
-// sent is an [register.ErrUnknown]. begin is asked before; false means that nobody
-// waits any more.
+// write publishes a record once, and reads up to it. After the record was sent, an error is a
+// [register.ErrUnknown], unless the record lost or was not routed. write calls begin before it
+// sends the record. If begin returns false, nobody waits any more, and write sends nothing.
 func (x *reader) write(ctx context.Context, number uint64, document []byte, begin func() bool) error {
 	id := rand.Text()
 	x.r.log.Expect(id)
@@ -311,7 +312,7 @@ func (x *reader) write(ctx context.Context, number uint64, document []byte, begi
 				return unknown(errors.New("the broker did not confirm the record"))
 			}
 		case back := <-x.returns:
-			if back.ReplyCode != 0 { // it was not routed
+			if back.ReplyCode != 0 { // the record was not routed
 				return fmt.Errorf("amqp: register: no stream %s: %d %s", x.r.cfg.Stream, back.ReplyCode, back.ReplyText)
 			}
 			return unknown(errRegisterOver)
@@ -321,7 +322,7 @@ func (x *reader) write(ctx context.Context, number uint64, document []byte, begi
 	}
 }
 
-// barrier reads to the end of the log, which is where its own record is.
+// barrier reads to the end of the log: up to a record that it writes.
 func (x *reader) barrier(ctx context.Context) error {
 	err := x.write(ctx, 0, nil, func() bool { return ctx.Err() == nil })
 	if errors.Is(err, register.ErrUnknown) {
@@ -330,7 +331,7 @@ func (x *reader) barrier(ctx context.Context) error {
 	return err
 }
 
-// withReader calls with a channel of its own on the shared connection.
+// withReader calls call with a reader on a new channel of the shared connection.
 func (r *Register) withReader(ctx context.Context, call func(*reader) error) error {
 	return r.aside(ctx, func() error {
 		x, err := r.reader(ctx)
@@ -348,8 +349,8 @@ func (r *Register) withReader(ctx context.Context, call func(*reader) error) err
 	})
 }
 
-// internalTries is how often a reader is opened: RabbitMQ 4.0 answers some of those with
-// an internal error that declare the same new stream at the same time.
+// internalTries is how often withReader tries to open a reader. RabbitMQ 4.0 answers some clients
+// with an internal error if they declare the same new stream at the same time.
 const internalTries = 5
 
 func (r *Register) reader(ctx context.Context) (*reader, error) {
@@ -360,8 +361,7 @@ func (r *Register) reader(ctx context.Context) (*reader, error) {
 	return r.attach(ctx, l)
 }
 
-// Read returns the newest document. It writes a record that changes nothing, and reads
-// to it.
+// Read returns the newest document. It appends a record that changes nothing, and reads up to it.
 func (r *Register) Read(ctx context.Context) (number uint64, document []byte, err error) {
 	if err := r.withReader(ctx, func(x *reader) error { return x.barrier(ctx) }); err != nil {
 		return 0, nil, err
@@ -370,16 +370,16 @@ func (r *Register) Read(ctx context.Context) (number uint64, document []byte, er
 	return number, document, nil
 }
 
-// What became of an attempt to send a record.
+// The states of an attempt to send a record.
 const (
 	notSent = iota
 	sent
 	givenUp
 )
 
-// CompareAndSet writes a record, once, and reads to it. If another writer was faster
-// the stream keeps the record, which has lost. RabbitMQ and the client repeat nothing,
-// so a record that has lost cannot come again.
+// CompareAndSet appends a record, once, and reads up to it. If another writer was faster, the
+// record stays in the stream, but has lost. Neither RabbitMQ nor the client repeats a record, so a
+// record that has lost cannot win later.
 func (r *Register) CompareAndSet(ctx context.Context, number uint64, document []byte) error {
 	if err := register.Check(number, document); err != nil {
 		return err
@@ -397,15 +397,15 @@ func (r *Register) CompareAndSet(ctx context.Context, number uint64, document []
 	return err
 }
 
-// Watch reads the log as it grows. Once in 2 s it asks for the stream, for a sign of
-// life.
+// Watch reads the log as it grows. Every 2 s it asks for the stream, to see that the broker
+// answers.
 func (r *Register) Watch(ctx context.Context, on func(register.Event)) error {
 	return registers.Watch(ctx, func(number uint64, document []byte, err error) {
 		on(register.Event{Number: number, Document: document, Err: err})
 	}, r.session)
 }
 
-// session has a connection of its own, which it may cut.
+// session is one session of a Watch. It has a connection of its own, which it may cut.
 func (r *Register) session(ctx context.Context, emit func(uint64, []byte) error) error {
 	begin, cancel := context.WithTimeout(ctx, registers.Pulse)
 	defer cancel()
@@ -442,7 +442,7 @@ func (r *Register) session(ctx context.Context, emit func(uint64, []byte) error)
 	}
 	pulse := time.NewTicker(registers.Pulse)
 	defer pulse.Stop()
-	var alive chan error // a sign of life was asked for; nil while none is
+	var alive chan error // gets the answer of the latest sign of life; nil while none was asked for
 	for {
 		select {
 		case d, ok := <-x.records:
@@ -470,7 +470,7 @@ func (r *Register) session(ctx context.Context, emit func(uint64, []byte) error)
 	}
 }
 
-// closeAside closes a connection that may not answer. Close waits for it.
+// closeAside closes a connection without waiting: the broker may not answer. Close waits for it.
 func (r *Register) closeAside(l *link) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

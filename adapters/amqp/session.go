@@ -23,36 +23,35 @@ type session struct {
 	link    *link
 	ch      *amqp091.Channel
 	returns chan amqp091.Return // read by write alone; see maxPending
-	closed  chan struct{}       // the channel or the connection has ended
-	why     *amqp091.Error      // of the end; to be read after closed
+	closed  chan struct{}       // closed when the channel or the connection has ended
+	why     *amqp091.Error      // why the channel ended; read only after closed
 
 	mu      sync.Mutex
-	blocked string        // why the broker takes nothing; "" if it does
+	blocked string        // why the broker takes no messages; "" if it does
 	change  chan struct{} // closed and replaced when blocked changes
 
-	// pending are publishings whose confirmation nobody waits for, so that a
-	// letter that is written again is not published again; unread is how many were
-	// not judged, and may have a return that nobody has read. The turn guards both.
+	// pending has the publishings whose confirmation nobody waits for. It keeps a letter that is
+	// written again from being published again. unread counts publishings that were not judged:
+	// each may have a return that nobody has read. [DLQ.turn] guards both.
 	pending map[letterKey]published
 	unread  int
 }
 
-// published is a publishing that the broker has not confirmed, and when it was sent.
+// published is a publishing that the broker has not confirmed.
 type published struct {
 	confirm *amqp091.DeferredConfirmation
 	at      time.Time
 }
 
-// letterKey recognises a letter that is written again. The ID alone would not
-// do: where it comes from a publisher's message id, two messages may share it,
-// and the second would be taken for written.
+// letterKey recognises a letter that is written again. The ID alone is not enough. If it comes from
+// a publisher's message id, two messages may share it, and the second would count as written.
 type letterKey struct {
 	id                      string
 	firstFailed, lastFailed int64 // Unix nanoseconds
 }
 
-// letterKeyOf is the zero key, which is never pending, for a letter that cannot be told
-// from another.
+// letterKeyOf returns the zero key for a letter that cannot be told from another. That key is never
+// pending.
 func letterKeyOf(id string, r *dlq.Record) letterKey {
 	if id == "" || r.FirstFailed.IsZero() || r.LastFailed.IsZero() {
 		return letterKey{}
@@ -60,9 +59,9 @@ func letterKeyOf(id string, r *dlq.Record) letterKey {
 	return letterKey{id, r.FirstFailed.UnixNano(), r.LastFailed.UnixNano()}
 }
 
-// maxPending is after how many writes that were given up a session ends. Their returns
-// have room: the client stops at a full channel, drops the return after 5 s, and goes on
-// with the confirmation that follows it, which alone would pass for success.
+// maxPending is the number of unjudged writes at which a session ends. Their returns fit into the
+// channel. At a full channel the client would wait, and drop the return after 5 s. Then it would go
+// on with the confirmation behind the return, which alone would pass for success.
 const maxPending = 256
 
 func (d *DLQ) connect(ctx context.Context) (*session, error) {
@@ -70,7 +69,7 @@ func (d *DLQ) connect(ctx context.Context) (*session, error) {
 	if err != nil {
 		return nil, err
 	}
-	stop := context.AfterFunc(ctx, l.sock.close) // the client's calls know no context
+	stop := context.AfterFunc(ctx, l.sock.close) // the client's calls take no context
 	defer stop()
 	s := &session{
 		link: l, returns: make(chan amqp091.Return, maxPending+1), closed: make(chan struct{}),
@@ -129,8 +128,8 @@ func (s *session) over() bool {
 	}
 }
 
-// end closes the connection. A broker that blocks it does not answer, so it is
-// cut then, and when ctx ends.
+// end closes the connection. If the broker blocks it, or ctx ends, end cuts it: a broker that
+// blocks does not answer.
 func (s *session) end(ctx context.Context) {
 	if why, _ := s.blockage(); why != "" {
 		s.link.sock.close()
@@ -140,9 +139,9 @@ func (s *session) end(ctx context.Context) {
 	s.link.close()
 }
 
-// forget drops what is pending under the ID of a returned letter: its
-// confirmation alone would be taken for success. Of several with that ID it may
-// be another's, which is then published again.
+// forget drops the pending publishings with the ID of a returned letter: their confirmation alone
+// would pass for success. If several have that ID, letters that were not returned are published
+// again, too.
 func (s *session) forget(id string) {
 	for k := range s.pending {
 		if k.id == id {
@@ -151,8 +150,8 @@ func (s *session) forget(id string) {
 	}
 }
 
-// write publishes, unless this letter already is, and waits for the broker. A letter that is
-// not confirmed within patience of its publishing costs the session.
+// write publishes a letter, unless that is pending, and waits for the broker. If the letter is not
+// confirmed within patience of its publishing, the session ends.
 func (s *session) write(ctx context.Context, queue string, key letterKey, m *amqp091.Publishing, patience time.Duration) error {
 	sent, before := s.pending[key]
 	if !before {
@@ -194,7 +193,7 @@ func (s *session) write(ctx context.Context, queue string, key letterKey, m *amq
 			return s.judge(confirm, m, back)
 		case r, ok := <-returns:
 			if !ok {
-				returns = nil // s.closed is about to be
+				returns = nil // s.closed follows
 				continue
 			}
 			if r.MessageId == m.MessageId {
@@ -208,7 +207,7 @@ func (s *session) write(ctx context.Context, queue string, key letterKey, m *amq
 			return fmt.Errorf("not confirmed: %w", ctx.Err())
 		case <-lost.C:
 			select {
-			case <-confirm.Done(): // this process stood still meanwhile
+			case <-confirm.Done(): // the process stood still, and the confirmation came meanwhile
 				continue
 			default:
 			}
@@ -225,8 +224,8 @@ func (s *session) write(ctx context.Context, queue string, key letterKey, m *amq
 
 var errUnconfirmed = errors.New("not confirmed")
 
-// publish hands the message to the client, which may wait for the socket
-// without limit: when ctx ends first the connection is cut.
+// publish hands the message to the client, which may wait for the socket without limit. If ctx ends
+// first, publish cuts the connection.
 func (s *session) publish(ctx context.Context, queue string, m *amqp091.Publishing) (*amqp091.DeferredConfirmation, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
@@ -237,15 +236,15 @@ func (s *session) publish(ctx context.Context, queue string, m *amqp091.Publishi
 	if err == nil {
 		return confirm, nil
 	}
-	s.link.close() // whatever it is, the next write begins anew
+	s.link.close() // whatever the error is, the next write begins anew
 	if ctx.Err() != nil {
 		return nil, ctx.Err()
 	}
 	return nil, err
 }
 
-// judge says what a confirmation means. The return of an unroutable message
-// comes before it, and is then in the channel already, if it is not back.
+// judge returns what a confirmation means. The return of an unroutable message comes before its
+// confirmation: it is back, or is in s.returns already.
 func (s *session) judge(confirm *amqp091.DeferredConfirmation, m *amqp091.Publishing, back *amqp091.Return) error {
 	for more := true; more; {
 		select {
@@ -271,10 +270,10 @@ func (s *session) judge(confirm *amqp091.DeferredConfirmation, m *amqp091.Publis
 	}
 }
 
-// tooLarge is how the broker says it.
+// tooLarge matches the broker's text about a message that is too large.
 var tooLarge = regexp.MustCompile(`message size (\d+) is larger than (?:configured )?max size (\d+)`)
 
-// ended says why the channel ended under a write.
+// ended returns why the channel ended during a write.
 func (s *session) ended() error {
 	<-s.closed
 	if s.why == nil {

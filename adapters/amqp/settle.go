@@ -20,7 +20,7 @@ var (
 	// nacked or rejected with requeue.
 	errNack = errors.New("amqp: nack")
 
-	// errReject is the same without requeue.
+	// errReject is the failure of a delivery that the program nacked or rejected without requeue.
 	errReject = errors.New("amqp: rejected")
 
 	// errNotGuarded means that [Fail] was given a delivery that does not come
@@ -28,11 +28,12 @@ var (
 	errNotGuarded = errors.New("amqp: not a guarded delivery")
 )
 
-// Fail reports the failure of a delivery from [Deliveries], as a handler would
-// return it: guard.Permanent, guard.Backoff and guard.Ignore mean what they mean
-// there. A nil err acks.
-// An error of the program's own stop is a failure, too: then settle nothing, and the
-// delivery is given back when the source ends.
+// Fail reports the failure of a delivery from [Deliveries]. Give it the error that a handler would
+// return: guard.Permanent, guard.Backoff and guard.Ignore have the same meaning. A nil err acks.
+// Fail returns an error if d was settled before, or is not from Deliveries.
+//
+// An error of the program's own stop counts as a failure, too. So at a stop settle nothing: the
+// delivery goes back when the source ends.
 func Fail(d amqp091.Delivery, err error) error {
 	a, ok := d.Acknowledger.(*attempt)
 	if !ok {
@@ -41,21 +42,20 @@ func Fail(d amqp091.Delivery, err error) error {
 	return a.settle(err)
 }
 
-// attempt is one attempt of one delivery, as the program sees it: the
-// Acknowledger of what it was handed. A delivery that is retried comes with
-// another one.
+// attempt is one attempt of one delivery, and the Acknowledger of what the program was handed. A
+// retry of the delivery has another attempt.
 type attempt struct {
 	desk  *desk
 	of    *taken
 	token guard.Token
-	turn  uint64 // in the order of handing out, from 1
+	turn  uint64 // position in the order of handing out, from 1
 	done  atomic.Bool
 	given bool // the program has taken it; guarded by desk.mu
 }
 
 var _ amqp091.Acknowledger = (*attempt)(nil)
 
-// settle takes the outcome, once.
+// settle gives the outcome to the source, once.
 func (a *attempt) settle(err error) error {
 	if !a.done.CompareAndSwap(false, true) {
 		return errSettled
@@ -67,18 +67,18 @@ func (a *attempt) settle(err error) error {
 		d.port.hands.Store(int32(len(d.handed)))
 	}
 	d.mu.Unlock()
-	a.of.acked = errChannelGone // stays when the source has ended, so that no ack went out
-	d.src.Done(a.token, err)    // acks right here
+	a.of.acked = errChannelGone // stays if the source has ended: then no ack goes out
+	d.src.Done(a.token, err)    // if err is nil, it acks before it returns
 	if err == nil {
 		return a.of.acked
 	}
 	return nil
 }
 
-// these are the attempts that a call means: this one, or with multiple all that the program
-// was handed until this one. A retry keeps its tag and comes between others, so it is the
-// order of handing out that counts: by tags, a call would settle a retry that the program
-// got later and has not handled.
+// these returns the attempts that a call settles: this one, or with multiple all that the program
+// was handed until this one. The order of handing out counts, not the tags: a retry keeps its tag,
+// but comes between others. By tags, a call would settle a retry that the program got later and has
+// not handled.
 func (a *attempt) these(tag uint64, multiple bool) []*attempt {
 	if !multiple && tag == a.of.DeliveryTag {
 		return []*attempt{a}
@@ -88,10 +88,10 @@ func (a *attempt) these(tag uint64, multiple bool) []*attempt {
 	defer d.mu.Unlock()
 	last := a.turn
 	switch other := d.handed[tag]; {
-	case tag == 0: // AMQP's word for all
+	case tag == 0: // in AMQP it means all
 		last = math.MaxUint64
 	case tag == a.of.DeliveryTag:
-	case other != nil: // who names it has it
+	case other != nil: // a program that names this tag has its delivery
 		last = other.turn
 	default:
 		return nil
@@ -111,7 +111,7 @@ func (a *attempt) settleAll(tag uint64, multiple bool, outcome error) error {
 	if len(all) == 0 {
 		return errSettled
 	}
-	if len(all) > 1 { // in one frame, if they are without a gap
+	if len(all) > 1 { // one frame acks them, if there is no gap
 		p := a.desk.port
 		p.hold()
 		defer p.release()
@@ -123,22 +123,22 @@ func (a *attempt) settleAll(tag uint64, multiple bool, outcome error) error {
 	return errors.Join(errs...)
 }
 
-// Ack is success.
+// Ack reports success.
 func (a *attempt) Ack(tag uint64, multiple bool) error { return a.settleAll(tag, multiple, nil) }
 
-// Nack is failure.
+// Nack reports failure.
 func (a *attempt) Nack(tag uint64, multiple, requeue bool) error {
 	a.desk.hidden()
 	return a.settleAll(tag, multiple, refused(requeue))
 }
 
-// Reject is failure.
+// Reject reports failure.
 func (a *attempt) Reject(tag uint64, requeue bool) error {
 	a.desk.hidden()
 	return a.settleAll(tag, false, refused(requeue))
 }
 
-// hidden says once that the program does not tell its errors.
+// hidden logs once that the program does not tell its errors.
 func (d *desk) hidden() {
 	d.said.Do(func() {
 		d.o.log.Warn("the program nacks without an error: an outage is noticed late, and may dead-letter healthy messages of a quiet source",

@@ -19,9 +19,9 @@ import (
 
 var _ guard.Spiller[amqp091.Delivery] = (*port)(nil)
 
-// spillHead is what the spill keeps of a delivery beside its body: all but the tags of its
-// channel. Headers are typed, since JSON alone would lose their types, and texts are bytes,
-// since they need not be UTF-8.
+// spillHead is what the spill keeps of a delivery beside its body: everything except the tags of
+// its channel. Headers have types, because JSON alone would lose them. Texts are bytes, because
+// they need not be UTF-8.
 type spillHead struct {
 	Headers         *typed `json:"headers,omitempty"`
 	ContentType     []byte `json:"content_type,omitempty"`
@@ -39,14 +39,15 @@ type spillHead struct {
 	Redelivered     bool   `json:"redelivered,omitempty"`
 	Exchange        []byte `json:"exchange"`
 	RoutingKey      []byte `json:"routing_key"`
-	Made            bool   `json:"made,omitempty"` // the id is ours
+	Made            bool   `json:"made,omitempty"` // the message's id was made here
 }
 
-// madeID marks a delivery from the spill whose id was made for it. Handlers get [notYours].
+// madeID marks a delivery from the spill whose id was made for it. Handlers get [notYours] in its
+// place.
 type madeID struct{ notYours }
 
-// Spill is [guard.Spiller]'s. A message without an id gets the one that its dead letter
-// would have.
+// Spill implements [guard.Spiller]. A message without an id gets the one that its dead letter would
+// have.
 func (p *port) Spill(d amqp091.Delivery) (head, body []byte, err error) {
 	h := spillHead{
 		ContentType: []byte(d.ContentType), ContentEncoding: []byte(d.ContentEncoding), DeliveryMode: d.DeliveryMode, Priority: d.Priority,
@@ -68,7 +69,7 @@ func (p *port) Spill(d amqp091.Delivery) (head, body []byte, err error) {
 	return head, d.Body, err
 }
 
-// Unspill is [guard.Spiller]'s.
+// Unspill implements [guard.Spiller].
 func (p *port) Unspill(head, body []byte) (d amqp091.Delivery, err error) {
 	var h spillHead
 	if err := json.Unmarshal(head, &h); err != nil {
@@ -101,14 +102,13 @@ func (p *port) Unspill(head, body []byte) (d amqp091.Delivery, err error) {
 	return d, nil
 }
 
-// typed is a value of a table, with the letter of its type in AMQP 0-9-1 as RabbitMQ
-// speaks it.
+// typed is a value of a table, with the letter of its type in RabbitMQ's version of AMQP 0-9-1.
 type typed struct {
 	Type  string          `json:"t"`
 	Value json.RawMessage `json:"v,omitempty"`
 }
 
-// named is a field of a table.
+// named is a field of a table, with its name.
 type named struct {
 	Name  []byte `json:"n"`
 	Value *typed `json:"v"`

@@ -12,18 +12,17 @@ import (
 	"github.com/rabbitmq/amqp091-go"
 )
 
-// A stream is no queue of work: an ack removes nothing, and a consumer begins at the
-// next message that is published, so that a broken connection skips messages. The
-// protocol does not tell a queue's type, but each type refuses the arguments of
-// basic.consume that it does not know, and names itself in the refusal.
+// A stream is no work queue. An ack removes nothing. A consumer begins at the next message that is
+// published, so a broken connection skips messages. AMQP does not tell the type of a queue. But
+// each type refuses the arguments of basic.consume that it does not know, and names itself in the
+// refusal.
 
 var errStream = fmt.Errorf("%w: it is a stream: acks remove nothing, and a new consumer skips what was published before; consume from a quorum queue", ErrUnsuitable)
 
-// streamType is how RabbitMQ names the type.
+// streamType is RabbitMQ's name of the type.
 const streamType = "rabbit_stream_queue"
 
-// noStream adds an argument that no stream takes, with the value that all other
-// queues take for granted.
+// noStream adds an argument that streams refuse. For all other queues its value is the default.
 func noStream(args amqp091.Table) amqp091.Table {
 	if _, ok := args["x-priority"]; ok {
 		return args
@@ -33,7 +32,7 @@ func noStream(args amqp091.Table) amqp091.Table {
 	return all
 }
 
-// streamRefusal is an [errStream] if err says so, else err.
+// streamRefusal returns an [errStream] if err says that the queue is a stream, else err.
 func streamRefusal(queue string, err error) error {
 	if isCode(err, amqp091.PreconditionFailed) && strings.Contains(err.Error(), streamType) {
 		return fmt.Errorf("amqp: consume %s: %w", queue, errStream)
@@ -41,13 +40,13 @@ func streamRefusal(queue string, err error) error {
 	return err
 }
 
-// checkNoStream is an [errStream] if the queue of a channel that consumes is a stream.
-// It asks on another channel of the connection, and does not know where the client
-// hides the connection or the broker does not answer as RabbitMQ does.
+// checkNoStream returns an [errStream] if the queue of a consuming channel is a stream. It asks on
+// another channel of the connection. It returns nil if the client hides the connection, or if the
+// broker does not answer as RabbitMQ does.
 //
-// A stream says that it has no consumers. So may a queue whose only consumer was
-// cancelled meanwhile, so the second question decides: a consumer with an argument
-// of streams, which reads a stream without a trace and is refused by all others.
+// A stream says that it has no consumers. So may a queue whose only consumer was cancelled
+// meanwhile. A second question decides: a consumer with an argument of streams. It reads a stream
+// without a trace, and all other queues refuse it.
 func checkNoStream(ctx context.Context, ch *amqp091.Channel, queue string) error {
 	conn := connectionOf(ch)
 	if v := versionOf(ch); conn == nil || v[0] < 3 || v[0] == 3 && v[1] < 9 { // before streams

@@ -9,37 +9,34 @@ import (
 	"sync"
 )
 
-// tags keeps the unsettled delivery tags of one channel with one consumer, and
-// says how settled ones are acked in the fewest frames. It is safe for
-// concurrent use. Its memory is bounded by the prefetch: at most four entries,
-// about, for each delivery that the broker may have out.
+// tags keeps the unsettled delivery tags of one channel with one consumer, and tells how to ack
+// settled ones in the fewest frames. It is safe for concurrent use. The prefetch bounds its memory:
+// about four entries at most for each delivery that the broker may have out.
 //
-// Tags come from the broker in order, each once: a second one means that the
-// client has put another channel under this one, and that no tag is ours any
-// more.
+// The broker gives tags in order, each once. A second one means that the client has put another
+// channel under this one, and that no tag is valid any more.
 //
-// They number all deliveries of a channel from 1 on, whosever they are. Where a
-// channel is not ours alone, an ack of many is safe up to the first number that
-// has not come to us, and no further.
+// Tags number all deliveries of a channel from 1 on, whichever consumer gets them. If the channel
+// has other consumers, an ack of many is safe only up to the first number that did not come here.
 type tags struct {
 	mu     sync.Mutex
-	mixed  bool   // the channel may have other deliveries than ours; set before the first
-	most   int    // the prefetch, 0 if it is not known
-	filled bool   // as much as the prefetch was out since usedUp was asked
-	fresh  int    // frames since all that was acked was known to be taken in
-	whole  uint64 // all numbers up to it are ours
-	high   uint64 // the latest delivered
-	out    []tag  // from the oldest that is open on, in order of number
-	head   int    // of out; what is before it has been acked
-	due    int    // settled, not acked or rejected
-	bytes  int64  // of the deliveries that the broker waits for
-	rejs   int    // of due, to be rejected
-	acked  int    // acked behind head
+	mixed  bool   // the channel may have deliveries of other consumers; set before the first add
+	most   int    // the prefetch; 0 if it is not known
+	filled bool   // the whole prefetch was out since the latest call of usedUp
+	fresh  int    // frames given out since the broker was known to have taken in all acks
+	whole  uint64 // all tags up to this one came here
+	high   uint64 // the latest delivered tag
+	out    []tag  // delivered tags in ascending order; those before head are done
+	head   int    // index in out of the oldest tag that the broker waits for
+	due    int    // settled tags that wait for their ack or reject
+	bytes  int64  // size of the deliveries that the broker waits for
+	rejs   int    // tags of due that wait for a reject
+	acked  int    // tags behind head that are acked
 }
 
 type tag struct {
 	n    uint64
-	size uint32 // of the delivery in bytes; one above 4 GiB is not possible
+	size uint32 // of the delivery in bytes; none is above 4 GiB
 	is   tagState
 }
 
@@ -49,18 +46,18 @@ const (
 	tagOpen     tagState = iota // delivered
 	tagSettled                  // to be acked
 	tagRejected                 // to be rejected
-	tagAcked                    // nothing is owed
+	tagAcked                    // acked or rejected
 )
 
 // ack is one frame to send.
 type ack struct {
 	tag      uint64
 	multiple bool
-	reject   bool // instead
+	reject   bool // reject instead of ack
 }
 
-// add takes the next delivery's tag and size, and tells the bytes of all that the
-// broker waits for; false for a tag that is not new.
+// add takes the tag and the size of the next delivery. It returns the bytes of all deliveries that
+// the broker waits for, and false for a tag that is not new.
 func (t *tags) add(n uint64, size int) (bytes int64, ok bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -72,34 +69,36 @@ func (t *tags) add(n uint64, size int) (bytes int64, ok bool) {
 		t.whole = n
 	}
 	if len(t.out) == cap(t.out) && 2*(t.head+t.acked) >= len(t.out) {
-		t.compact() // with less to gain it would come again at once
+		t.compact() // with fewer acked tags it would run again soon
 	}
 	t.out = append(t.out, tag{n: n, size: uint32(size)})
 	t.bytes += int64(size)
 	if t.most > 0 && len(t.out)-t.head-t.acked >= t.most {
-		t.fresh, t.filled = 0, true // the broker would not have sent it
+		// A full prefetch is out. The broker would not have sent it before it had taken in all
+		// acks.
+		t.fresh, t.filled = 0, true
 	}
 	return t.bytes, true
 }
 
-// fill says what the prefetch is from now on.
+// fill sets the prefetch from now on.
 func (t *tags) fill(prefetch int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.most = prefetch
 }
 
-// unsure is how many frames were given out since all of them were known to be
-// taken in.
+// unsure returns how many frames were given out since the broker was known to have taken in all
+// acks.
 func (t *tags) unsure() int {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.fresh
 }
 
-// settle marks a tag, to be acked or rejected; false if it is not open, so that
-// each is settled once. due are those that wait for their frame then, and rest
-// those that are not settled.
+// settle marks a tag, to be acked or rejected. It returns false if the tag is not open, so that
+// each tag is settled once. It also returns how many tags then wait for their frame (due), and how
+// many are not settled (rest).
 func (t *tags) settle(n uint64, to tagState) (ok bool, due, rest int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -123,7 +122,7 @@ func (t *tags) isOpen(n uint64) bool {
 	return ok && t.out[i].is == tagOpen
 }
 
-// find is where a tag is in out. mu is held.
+// find returns the index of a tag in out. mu is held.
 func (t *tags) find(n uint64) (i int, ok bool) {
 	if t.head < len(t.out) && t.out[t.head].n == n {
 		return t.head, true
@@ -132,9 +131,9 @@ func (t *tags) find(n uint64) (i int, ok bool) {
 	return i + t.head, ok
 }
 
-// take appends the frames for everything that is settled: rejects first, so that no
-// ack covers them; an ack for what all before it is ours and settled too, and one
-// each for the others.
+// take appends the frames for all settled tags. Rejects come first, so that no ack covers them. One
+// ack follows for all tags before the first gap: an open tag, or a tag of another consumer. The
+// other settled tags have one ack each.
 func (t *tags) take(dst []ack) []ack {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -150,7 +149,7 @@ func (t *tags) take(dst []ack) []ack {
 			t.rejs--
 		}
 	}
-	// An ack of many must name a tag that is still out at the broker.
+	// An ack of many must name a tag that the broker still waits for.
 	last, n := -1, 0
 	i := t.head
 	for ; i < len(t.out) && t.out[i].is != tagOpen && (!t.mixed || t.out[i].n <= t.whole); i++ {
@@ -180,14 +179,14 @@ func (t *tags) take(dst []ack) []ack {
 	return dst
 }
 
-// gone notes that the broker waits for the delivery at i no more.
+// gone notes that the broker no longer waits for the delivery at index i.
 func (t *tags) gone(i int) {
 	t.out[i].is = tagAcked
 	t.acked++
 	t.bytes -= int64(t.out[i].size)
 }
 
-// trim moves head to the oldest tag that is owed something.
+// trim moves head to the oldest tag that the broker waits for.
 func (t *tags) trim() {
 	for t.head < len(t.out) && t.out[t.head].is == tagAcked {
 		t.head++
@@ -201,7 +200,7 @@ func (t *tags) trim() {
 	}
 }
 
-// compact drops what is acked.
+// compact removes acked tags.
 func (t *tags) compact() {
 	kept := t.out[:0]
 	for _, e := range t.out[t.head:] {
@@ -212,8 +211,8 @@ func (t *tags) compact() {
 	t.out, t.head, t.acked = kept, 0, 0
 }
 
-// oldest is the oldest tag that the broker waits for, 0 if there is none, and
-// the latest it has delivered.
+// oldest returns the oldest tag that the broker waits for, 0 if there is none, and the latest
+// delivered tag.
 func (t *tags) oldest() (n, high uint64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -236,7 +235,7 @@ func (t *tags) weight() (n int, bytes int64) {
 	return len(t.out) - t.head - t.acked, t.bytes
 }
 
-// usedUp tells whether the prefetch was used up since it was asked before.
+// usedUp tells whether the whole prefetch was out since the previous call.
 func (t *tags) usedUp() bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -252,7 +251,7 @@ func (t *tags) full(n int, after uint64) bool {
 	return len(t.out)-t.head-t.acked >= n && t.head < len(t.out) && t.out[t.head].n > after
 }
 
-// unsettled is how many of those that the broker waits for are not settled.
+// unsettled is how many of the deliveries that the broker waits for are not settled.
 func (t *tags) unsettled() int {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -15,61 +15,58 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// Config is what an operator may set for one [Intake]. The zero value is valid
-// and means the documented defaults.
+// Config has the settings of one [Intake] that an operator may change. The zero value is valid and
+// means the documented defaults.
 type Config struct {
-	// Name is the intake's name in states, metrics and logs; what it holds is
-	// the source Name + "/held". Names are unique within a Guard. Unset means
-	// "http".
+	// Name is the intake's name in states, metrics and logs. Held requests are the source Name +
+	// "/held". Names are unique within a Guard. Unset means "http".
 	Name string
 
 	// Dependency is the breaker's scope. Intakes that share a dependency share
 	// its breaker. Unset means Name.
 	Dependency string
 
-	// Policy overrides the Guard's; nil means the Guard's. Window and
-	// WindowBytes bound the hold, and are fixed once the intake is made: 1024
-	// requests and 64 MiB by default. Timeout is how long the context of a
-	// request lasts, live or replayed (30s); NoTimeout is for routes that stream.
-	// Retry is for replays: a live request is never tried twice.
+	// Policy is the intake's policy; nil means the Guard's. Window and WindowBytes bound the hold,
+	// and are fixed once the intake is made; unset means 1024 requests and 64 MiB. Timeout is how
+	// long the context of a request lasts, live or replayed (30s); NoTimeout is for routes that
+	// stream. Retry is for replays: a live request is never tried twice.
 	Policy *guard.Policy
 
-	// MaxBody is the largest body, in bytes, of a request that can be held. In
-	// [1, 1 GiB]; unset means 1 MiB. A larger one is refused while the breaker is
-	// not closed or its key is held, and handled as usual otherwise.
+	// MaxBody is the largest body, in bytes, of a request that can be held. In [1, 1 GiB]; unset
+	// means 1 MiB. A request with a larger body is handled as usual. While the breaker is not
+	// closed or its key is held, it is refused, unless it is the breaker's probe.
 	MaxBody int64
 
-	// MaxHeader is the same for the method, the URL and the chosen headers
-	// together. In [1, 16 MiB]; unset means 16 KiB.
+	// MaxHeader is the same limit for the method, the URL and the chosen headers together. In [1,
+	// 16 MiB]; unset means 16 KiB.
 	MaxHeader int
 
-	// BodyTimeout is how long a client may take to send the body of a request
-	// that is to be held; meanwhile it takes up room. It replaces what is left of
-	// the server's ReadTimeout for that body. In [1ms, 1h]; unset means 10s.
+	// BodyTimeout is how long a client may take to send the body of a request that is to be held.
+	// Meanwhile the request takes up room. For that body it replaces the rest of the server's
+	// ReadTimeout. In [1ms, 1h]; unset means 10s.
 	BodyTimeout time.Duration
 
-	// Headers are the names of the request headers that a held request keeps, in
-	// place of [DefaultHeaders]; an empty list that is not nil keeps none. Headers
-	// of the connection cannot be kept.
+	// Headers are the names of the request headers that a held request keeps, instead of
+	// [DefaultHeaders]. An empty list that is not nil keeps none. Headers of the connection cannot
+	// be kept.
 	Headers []string
 
-	// RetryAfter is what Retry-After says where nobody knows better: paused or
-	// forced open without end, hold full. In [1s, 24h], in whole seconds; unset
-	// means 10s.
+	// RetryAfter is the value of the Retry-After header if no time is known. That is so while the
+	// intake is paused or forced open without end, or the hold is full. In [1s, 24h], in whole
+	// seconds; unset means 10s.
 	RetryAfter time.Duration
 
-	// Patience is how long the handler of a failed request must have run for the
-	// failure to count although its client had left. In [1ms, 24h]. Unset means 5s,
-	// or less by how long requests take that succeed: docs/http.md has the rule. Set
-	// it where clients leave requests that are slow by nature, such as a long poll.
+	// Patience is about a failed request whose client has left: the failure counts if the handler
+	// has run for at least this time. In [1ms, 24h]. Unset means 5s, or less if requests that
+	// succeed are faster: docs/http.md has the rule. Set it if clients leave requests that are slow
+	// by nature, such as a long poll.
 	Patience time.Duration
 }
 
-// DefaultHeaders are the request headers that a held request keeps: what its
-// body is, what it is conditional on, its identity, its trace. Credentials
-// (Authorization, Cookie) are not among them: they would lie in memory and in
-// dead letters, and may have expired when they are used. Authenticate in front
-// of the intake and carry the result by [WithValues], or name them in
+// DefaultHeaders returns the names of the request headers that a held request keeps. They describe
+// its body, its conditions, its identity and its trace. Credentials (Authorization, Cookie) are not
+// among them: they would lie in memory and in dead letters, and may have expired at the replay.
+// Authenticate in front of the intake and carry the result over by [WithValues], or name them in
 // [Config.Headers].
 func DefaultHeaders() []string { return slices.Clone(defaultHeaders) }
 
@@ -81,8 +78,7 @@ var defaultHeaders = []string{
 	"Traceparent", "Tracestate", "Baggage",
 }
 
-// perHop are the headers of a connection, and those that a body of known length
-// makes wrong.
+// perHop are the headers of a connection, and those that would be wrong for a body of known length.
 var perHop = []string{
 	"Connection", "Proxy-Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Te", "Trailer",
 	"Transfer-Encoding", "Upgrade", "Http2-Settings", "Expect", "Content-Length", "Host",
@@ -95,7 +91,7 @@ const (
 	defaultBodyTimeout = 10 * time.Second
 	defaultRetryAfter  = 10 * time.Second
 
-	longestPatience = 5 * time.Second // while Config.Patience is unset
+	longestPatience = 5 * time.Second // applies while Config.Patience is unset
 )
 
 // WithDefaults returns c with every unset field replaced by its default.
@@ -171,7 +167,7 @@ func isToken(s string) bool {
 	})
 }
 
-// keep is the set of headers to keep.
+// keep returns the set of headers to keep.
 func (c Config) keep() map[string]bool {
 	set := make(map[string]bool, len(c.Headers))
 	for _, name := range c.Headers {

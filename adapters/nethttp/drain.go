@@ -11,23 +11,23 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// catchUp is how long a hold with a closed breaker may take to become smaller. One that
-// does not has too slow a worker for the requests that queue up behind it: they would
-// keep it for ever where their handlers at once are no trouble for the dependency.
+// catchUp is how long a hold with a closed breaker may take to become smaller. If it does not, its
+// worker is too slow for the requests that queue up behind it. They would never let it end,
+// although the dependency could handle them at once.
 const catchUp = 10 * time.Second
 
-// drain is what is known of how a hold with [guard.OrderSource] ends while requests keep
-// coming. It starts anew when nothing is held and when the breaker is not closed.
+// drain watches how a hold with [guard.OrderSource] ends while requests keep coming. It starts anew
+// when nothing is held, and when the breaker is not closed.
 type drain struct {
-	at    time.Time // of the last look; zero for none
-	held  int64     // what was held then
+	at    time.Time // when held was counted; zero for never
+	held  int64     // number of held requests at the latest look
 	over  bool      // requests are handled live until nothing is held
-	paced time.Time // a limiter refused one: not even a full hold is overtaken until then
+	paced time.Time // a limiter refused a request: until then requests do not pass even a full hold
 }
 
-// overtakes tells whether a request may go before those that are held: the breaker is
-// closed, and the hold was full since, or has not become smaller within catchUp. One
-// whose source waits for time, a limiter or an operator is not judged by its size.
+// overtakes tells whether a request may pass the held ones. It may if the breaker is closed, and
+// since then the hold was full, or has not become smaller within catchUp. The size of the hold does
+// not count while its source waits for time, a limiter or an operator.
 func (in *Intake) overtakes() bool {
 	free, now := in.free(), time.Now()
 	in.mu.Lock()
@@ -49,13 +49,13 @@ func (in *Intake) overtakes() bool {
 	return false
 }
 
-// giveUp ends the queue behind a hold that has not become smaller, unless something
-// else than its worker is why.
+// giveUp lets requests pass a hold that has not become smaller, unless something other than its
+// worker is the reason.
 func (in *Intake) giveUp(now time.Time) bool {
 	waits := false
 	for _, h := range in.src.State().Holds {
 		switch h.Reason {
-		case guard.ReasonOperator, guard.ReasonLimiter, guard.ReasonBackpressure: // the last: a handler asked for time, or the ramp
+		case guard.ReasonOperator, guard.ReasonLimiter, guard.ReasonBackpressure: // backpressure: a handler asked for time, or the ramp
 			waits = true
 		default:
 		}
@@ -73,12 +73,12 @@ func (in *Intake) giveUp(now time.Time) bool {
 	return true
 }
 
-// free tells whether live requests are let through, but for a limiter.
+// free tells whether live requests are let through, apart from a limiter.
 func (in *Intake) free() bool { return len(in.live.State().Holds) == 0 && !in.holdAll }
 
-// callDeferrable calls the handler for a request that can be deferred. It leaves the probes
-// to the held ones, unless nothing is held and the latest replay got a 4xx: to the breaker
-// that is no outcome, so as long as replays get no other it would never close.
+// callDeferrable calls the handler for a request that can be deferred. It leaves the probes to held
+// requests, unless nothing is held and the latest replay got a 4xx. For the breaker a 4xx is no
+// outcome: if replays get no other answer, it would never close.
 func (in *Intake) callDeferrable(c *call) error {
 	if in.vain.Load() && in.waiting.Load() == 0 {
 		return in.live.Call(c, c)
@@ -86,12 +86,11 @@ func (in *Intake) callDeferrable(c *call) error {
 	return in.callClosed(c)
 }
 
-// callClosed calls the handler for a request that can be deferred: it is no probe.
+// callClosed calls the handler for a request that can be deferred, never as a probe.
 func (in *Intake) callClosed(c *call) error {
 	err := in.live.CallClosed(c, c)
 	if held, ok := errors.AsType[*guard.HeldError](err); ok && !c.started && held.Reason == guard.ReasonLimiter {
-		// What is held waits for the limiter too: more calls at once would only take
-		// its turns.
+		// Held requests wait for the limiter, too: more calls at once would only take their turns.
 		in.mu.Lock()
 		in.drain = drain{paced: time.Now().Add(catchUp)}
 		in.mu.Unlock()
@@ -99,9 +98,9 @@ func (in *Intake) callClosed(c *call) error {
 	return err
 }
 
-// noRoom answers a request that the hold cannot take: live, if its order is all that
-// speaks against it, or as a probe if nothing is held, else by a refusal. Once the hold was
-// full, others need not queue up behind it either.
+// noRoom answers a request that the hold cannot take. It handles the request live if only the order
+// of the source is against that, or as a probe, see probes. Otherwise it refuses the request. Once
+// the hold was full, other requests need not queue up behind it.
 func (in *Intake) noRoom(w http.ResponseWriter, c *call, lane uint64, full bool) {
 	why := guard.ReasonBackpressure
 	if in.order == guard.OrderSource && in.yields(full) {
@@ -118,9 +117,9 @@ func (in *Intake) noRoom(w http.ResponseWriter, c *call, lane uint64, full bool)
 	in.refuse(w, c.req, why, nil)
 }
 
-// probes handles a request that cannot be held, if it is the breaker's turn to probe and no
-// held one of its key waits. Where nothing is held, or what is held is not replayed, no
-// other would, and the breaker would never close.
+// probes handles a request that cannot be held, if it is time to probe and no request of its key is
+// held. If nothing is held, or held requests are not replayed, no other request would probe, and
+// the breaker would never close.
 func (in *Intake) probes(c *call, lane uint64) bool {
 	if in.holdAll || in.waiting.Load() > 0 && in.free() || in.order == guard.OrderKey && in.behind(lane) {
 		return false
@@ -128,7 +127,7 @@ func (in *Intake) probes(c *call, lane uint64) bool {
 	return c.answered(in.admit(c))
 }
 
-// yields tells whether a request that cannot be held may be handled.
+// yields tells whether a request that cannot be held may pass the held ones.
 func (in *Intake) yields(full bool) bool {
 	if !in.free() {
 		return false

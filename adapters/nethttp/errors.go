@@ -10,23 +10,23 @@ import (
 )
 
 var (
-	// errNotReplayed is the error of a dead letter whose request was answered 202
-	// and not yet replayed when the intake was closed.
+	// errNotReplayed is the error of a dead letter whose request was answered 202, and not replayed
+	// before the intake was closed.
 	errNotReplayed = errors.New("nethttp: closed before the request was replayed")
 
-	// errUnfinished is the same for a request whose replay had begun and had not
-	// returned: it may still succeed.
+	// errUnfinished is the error of a dead letter whose replay had begun, and had not returned when
+	// the intake was closed. The replay may still succeed.
 	errUnfinished = errors.New("nethttp: closed while the request was being replayed")
 
-	// errConfig is what every refusal of a configuration begins with.
+	// errConfig is the beginning of each refusal of a configuration.
 	errConfig = errors.New("nethttp: config")
 
-	// errGone is the outcome of a handler that wrote nothing before the request's own
-	// context had ended: the client has left, or the server or a middleware ended it.
+	// errGone is the outcome of a handler that wrote nothing before the request's own context had
+	// ended. The client has left, or the server or a middleware has ended it.
 	errGone = errors.New("nethttp: the request ended before there was an answer")
 
-	// errRefused is the outcome of a handler whose answer was another intake's
-	// refusal: it says nothing about this one's dependency.
+	// errRefused is the outcome of a handler whose answer was the refusal of another intake. It
+	// says nothing about this intake's dependency.
 	errRefused = errors.New("nethttp: refused by another intake")
 )
 
@@ -34,8 +34,8 @@ var (
 // counts as a failure.
 type StatusError struct {
 	Status int
-	// Text is the beginning of a replay's answer, which nobody else gets; empty
-	// for a request whose client is there to read it.
+	// Text is the beginning of a replay's answer, which nobody else gets. It is empty for a live
+	// request, whose client reads the answer.
 	Text string
 }
 

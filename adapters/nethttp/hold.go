@@ -26,7 +26,7 @@ import (
 type Held struct {
 	ID      string    // as in HeaderHoldID and in dead letters
 	Since   time.Time // when it was accepted
-	Attempt int       // the replay in hand, from 1; 0 before the first
+	Attempt int       // number of the running replay, from 1; 0 before the first
 }
 
 // held is a request that was answered 202.
@@ -37,29 +37,29 @@ type held struct {
 	since time.Time
 	size  int
 
-	// req is a copy that only replays' own copies are made of: no body, and of
-	// the header what is to be kept. Its context has the values to carry.
+	// req is a copy without body and with the kept headers only. It is only used to make the copies
+	// of replays. Its context has the carried values.
 	req  *http.Request
 	body []byte
 	next http.Handler
 
-	kept     chan error // is told once whether it is on the disk; nil without a spill
-	fromDisk bool       // was read from there: nobody waits for it, and it is in no list
+	kept     chan error // gets once whether the request is on the disk; nil without a spill
+	fromDisk bool       // was read from the disk: no client waits for it, and it is in no list
 
 	// Guarded by Intake.mu.
-	listed       bool // in oldest … newest
+	listed       bool // in the list from oldest to newest
 	older, newer *held
 	attempt      int
-	running      bool // a replay is in hand
-	given        bool // somebody writes it as a dead letter of the end
+	running      bool // a replay is running
+	given        bool // an end writes it as a dead letter
 }
 
-// overhead is what a held request weighs beside its bytes.
+// overhead is the size of a held request beside its bytes.
 const overhead = 1 << 10
 
 var laneSeed = maphash.MakeSeed()
 
-// lane is what a request keeps its order in.
+// lane returns the lane in which a request keeps its order.
 func (in *Intake) lane(r *http.Request) uint64 {
 	if in.order != guard.OrderKey {
 		return 0
@@ -74,8 +74,7 @@ func (in *Intake) laneOf(key string) uint64 {
 	return maphash.String(laneSeed, key)
 }
 
-// behind tells whether a request has to wait its turn: others are held that it
-// must not overtake.
+// behind tells whether a request has to wait, because requests are held that it must not overtake.
 func (in *Intake) behind(lane uint64) bool {
 	switch {
 	case in.holdAll:
@@ -91,15 +90,15 @@ func (in *Intake) behind(lane uint64) bool {
 	}
 }
 
-// hold reads a request, puts it into the source and answers 202, or refuses it.
-// Before anything is read it may also be handled live after all, see noRoom.
+// hold reads a request, puts it into the source and answers 202, or refuses it. It may also handle
+// a request live that cannot be held, see noRoom and probes.
 func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 	r := c.req
 	header, size := in.pick(r)
 	key := ""
 	fits := r.ContentLength <= in.cfg.MaxBody && size <= in.cfg.MaxHeader
 	if fits {
-		key = in.o.key(r) // before the body is read: it may be in a form
+		key = in.o.key(r) // before the body is read: the key may be in a form
 	}
 	if !fits || r.MultipartForm != nil {
 		in.noRoom(w, c, lane, false) // it can be handled, but not held
@@ -117,14 +116,14 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 		return
 	}
 	reserved := true
-	defer func() { // a body may panic
+	defer func() { // reading a body may panic
 		if reserved {
 			in.unreserve(need)
 		}
 	}()
 	body, err := in.read(w, r)
 	switch {
-	case err == nil && int64(len(body)) > in.cfg.MaxBody: // its length did not say so
+	case err == nil && int64(len(body)) > in.cfg.MaxBody: // Content-Length did not say so
 		reserved = false
 		in.unreserve(need)
 		putBack(w, r, body)
@@ -135,8 +134,8 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 		http.Error(w, http.StatusText(status), status)
 		return
 	case r.Context().Err() != nil:
-		// Nothing is promised. The client may be there still: a server that stops, or
-		// a middleware's timeout, ends the context too.
+		// Nothing is promised. The client may still be there: the context also ends when a server
+		// stops, or at a middleware's timeout.
 		in.refuse(w, r, guard.ReasonShutdown, nil)
 		return
 	default:
@@ -161,10 +160,10 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 		if errors.Is(err, guard.ErrFull) {
 			in.yields(true) // others need not queue up behind a full hold
 		}
-		if err != nil && !errors.Is(err, errStalls) { // which may have taken it
+		if err != nil && !errors.Is(err, errStalls) { // a disk that stalls may have taken it
 			r.Body = io.NopCloser(bytes.NewReader(body))
-			// Where the body was read in front the server reads on in the background already:
-			// the deadline would end that, and the request's context with it.
+			// If the body was read in front of the intake, the server already reads on in the
+			// background. The deadline would end that, and the request's context with it.
 			_ = http.NewResponseController(w).SetReadDeadline(time.Time{})
 			if in.probes(c, lane) {
 				return
@@ -185,7 +184,7 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 	in.o.accepted(w, r, Held{ID: h.id, Since: h.since})
 }
 
-// accept is the default answer of a request that is held.
+// accept is the default answer to a request that is held.
 func accept(w http.ResponseWriter, _ *http.Request, _ Held) {
 	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
 	w.Header().Set("X-Content-Type-Options", "nosniff")
@@ -194,10 +193,10 @@ func accept(w http.ResponseWriter, _ *http.Request, _ Held) {
 	if w.Header().Get(HeaderHold) == HoldDisk {
 		text = "accepted: held on disk until it can be handled\n"
 	}
-	_, _ = io.WriteString(w, text) // or the client is gone
+	_, _ = io.WriteString(w, text) // an error means that the client is gone
 }
 
-// pick chooses the headers to keep, and weighs them with the URL.
+// pick chooses the headers to keep. It returns their size together with that of the URL.
 func (in *Intake) pick(r *http.Request) (http.Header, int) {
 	header := make(http.Header)
 	size := len(r.Method) + len(r.RequestURI) + len(r.Host)
@@ -209,15 +208,16 @@ func (in *Intake) pick(r *http.Request) (http.Header, int) {
 			}
 		}
 	}
-	// The link of a replay's span goes to the server's span where there is one,
-	// and not past it to the client's.
+	// The link of a replay's span goes to the server's span if there is one, and else to the
+	// client's.
 	if sc := trace.SpanContextFromContext(r.Context()); sc.IsValid() && in.keep["Traceparent"] {
 		propagation.TraceContext{}.Inject(r.Context(), propagation.HeaderCarrier(header))
 	}
 	return header, size
 }
 
-// weight is what a parsed form takes, about: where its values are short, a multiple of the body.
+// weight is about the size of a parsed form. If its values are short, that is a multiple of the
+// body.
 func weight(form url.Values) (n int) {
 	for name, values := range form {
 		n += len(name) + 100
@@ -228,7 +228,7 @@ func weight(form url.Values) (n int) {
 	return n
 }
 
-// named tells whether Connection says that a header is of this hop only.
+// named tells whether the Connection header says that a header is for this hop only.
 func named(connection []string, name string) bool {
 	for _, list := range connection {
 		for token := range strings.SplitSeq(list, ",") {
@@ -260,31 +260,32 @@ func (in *Intake) unreserve(bytes int64) {
 	in.bytes -= bytes
 }
 
-// read reads the body to its end, or up to one byte more than can be held: a
-// middleware may have put another one in, such as what it decompressed, and left
-// the length. A form that was parsed in front of the intake is its body again.
+// read reads the body to its end, or up to one byte more than can be held. A middleware may have
+// replaced the body, for example decompressed it, and kept the length. If a form was parsed in
+// front of the intake, read encodes it as the body again.
 func (in *Intake) read(w http.ResponseWriter, r *http.Request) ([]byte, error) {
 	if r.Body == nil || r.Body == http.NoBody {
 		return nil, nil
 	}
-	// Not every ResponseWriter can; then the server's own timeout has to do.
+	// Not every ResponseWriter can set a deadline. Then the server's own timeout applies.
 	_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(in.cfg.BodyTimeout))
 	var body bytes.Buffer
-	body.Grow(int(max(r.ContentLength, 0)) + bytes.MinRead) // the end is only seen with room left
+	body.Grow(int(max(r.ContentLength, 0)) + bytes.MinRead) // without room left the end is not seen
 	_, err := body.ReadFrom(io.LimitReader(r.Body, in.cfg.MaxBody+1))
 	switch {
 	case err != nil:
 		return nil, err
 	case body.Len() == 0 && len(r.PostForm) > 0:
 		return []byte(r.PostForm.Encode()), nil
-	case int64(body.Len()) < r.ContentLength && r.Header.Get("Content-Encoding") == "": // the length is of what was decompressed
+	case int64(body.Len()) < r.ContentLength && r.Header.Get("Content-Encoding") == "": // with Content-Encoding, the length is that of the compressed body
 		return nil, io.ErrUnexpectedEOF
 	default:
 		return body.Bytes(), nil
 	}
 }
 
-// putBack puts the beginning of a body back in front of its rest, which has the server's time.
+// putBack puts the beginning of a body back in front of its rest, for which the timeout of the
+// server applies.
 func putBack(w http.ResponseWriter, r *http.Request, body []byte) {
 	var until time.Time
 	if s, ok := r.Context().Value(http.ServerContextKey).(*http.Server); ok && s.ReadTimeout > 0 {
@@ -302,7 +303,7 @@ type rejoined struct {
 // bodyStatus is the answer to a request whose body could not be read.
 func bodyStatus(err error) int {
 	switch {
-	case errors.As(err, new(*http.MaxBytesError)): // of a middleware further out
+	case errors.As(err, new(*http.MaxBytesError)): // set by a middleware further out
 		return http.StatusRequestEntityTooLarge
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		return http.StatusRequestTimeout
@@ -311,8 +312,8 @@ func bodyStatus(err error) int {
 	}
 }
 
-// copy makes the request to keep. Path values and what a form was parsed into
-// in front of the intake are kept.
+// copy makes the copy of a request that is kept. It keeps path values, and forms that were parsed
+// in front of the intake.
 func (in *Intake) copy(r *http.Request, header http.Header) *http.Request {
 	ctx := context.Background()
 	keys := append([]any{http.ServerContextKey, http.LocalAddrContextKey}, in.o.values...)
@@ -331,8 +332,8 @@ func (in *Intake) copy(r *http.Request, header http.Header) *http.Request {
 	return kept
 }
 
-// enqueue turns a reservation into a held request: from here on nobody of its
-// lane overtakes it.
+// enqueue turns a reservation into a held request. From here on no request of its lane overtakes
+// it.
 func (in *Intake) enqueue(h *held, reserved int64) error {
 	in.mu.Lock()
 	defer in.mu.Unlock()
@@ -341,7 +342,7 @@ func (in *Intake) enqueue(h *held, reserved int64) error {
 	if in.closing {
 		return guard.ErrClosed
 	}
-	// The body may be larger than its Content-Length, for which there was room.
+	// The body may be larger than its Content-Length, for which room was reserved.
 	if (in.oldest != nil || in.reading > 0) && in.bytes+int64(h.size) > in.room {
 		return guard.ErrFull
 	}
@@ -364,12 +365,12 @@ func (in *Intake) enqueue(h *held, reserved int64) error {
 	return nil
 }
 
-// forget ends a held request: it was handled or dead-lettered, or is not held after all.
+// forget ends a held request: it was handled or dead-lettered, or cannot be held after all.
 func (in *Intake) forget(h *held) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	if !h.fromDisk && !h.listed {
-		return // twice
+		return // it was forgotten before
 	}
 	in.unlistLocked(h)
 	if in.lanes[h.lane]--; in.lanes[h.lane] <= 0 {
@@ -378,12 +379,12 @@ func (in *Intake) forget(h *held) {
 	in.lessLocked(1)
 }
 
-// lessLocked takes note that so many requests are held no more.
+// lessLocked notes that n requests are no longer held.
 func (in *Intake) lessLocked(n int64) {
 	if in.waiting.Add(-n) > 0 {
 		return
 	}
-	clear(in.lanes) // damage on the disk has no lane
+	clear(in.lanes) // damaged requests on the disk have no lane
 	in.unread = 0
 	in.drain = drain{}
 	if in.idle != nil {
@@ -392,7 +393,7 @@ func (in *Intake) lessLocked(n int64) {
 	}
 }
 
-// unlistLocked takes a request off those that are in memory.
+// unlistLocked takes a request off the list of those that are in memory.
 func (in *Intake) unlistLocked(h *held) {
 	if !h.listed {
 		return

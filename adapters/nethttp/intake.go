@@ -18,16 +18,16 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// Intake guards the handlers that use one dependency. It is a function guard for
-// the requests whose clients wait, and a source for those that are held, with
-// one breaker. All methods are safe for concurrent use.
+// Intake guards the handlers that use one dependency. It is a function guard for requests whose
+// clients wait, and a source for held requests, with one breaker. All methods are safe for
+// concurrent use.
 //
-// Goroutines: [Intake.Start], which [New] calls unless an earlier process has left something,
-// starts the loop of the source, which replays requests; with Policy.Workers, and with a
-// spill, workers of the source do. They end with [Intake.Close] or the Guard's.
+// Goroutines: [Intake.Start] starts the source's loop, which replays requests. With Policy.Workers,
+// and with a spill, workers of the source replay them. They end with [Intake.Close] or the Guard's.
+// [New] calls Start, unless an earlier process has left requests.
 //
-// Lock order: Intake.mu, then the guard's own. No handler, writer or option of
-// the user's runs under it.
+// Lock order: Intake.mu, then the guard's own. No handler, writer or option of the user's runs
+// under Intake.mu.
 type Intake struct {
 	cfg  Config
 	o    options
@@ -36,56 +36,56 @@ type Intake struct {
 	src  *guard.Source[*held] // nil if nothing can be deferred
 
 	order  guard.Order
-	window int   // requests that may be held, those being read included
-	room   int64 // bytes that may be held, the same
+	window int   // how many requests may be held, including those being read
+	room   int64 // how many bytes may be held, including those of requests being read
 	ids    string
-	disk   bool          // what is held is on the disk
+	disk   bool          // held requests are on the disk
 	ran    chan struct{} // closed when the loop has ended
 
 	normal  normal                   // how long live requests take
-	due     atomic.Pointer[dueProbe] // nil if none is
-	replays atomic.Uint64            // begun
+	due     atomic.Pointer[dueProbe] // a due probe that was left to held requests; nil if there is none
+	replays atomic.Uint64            // how many replays have begun
 	vain    atomic.Bool              // the latest replay got a 4xx
 	waiting atomic.Int64             // held requests
 
 	refused, full, accepted atomic.Uint64
 
-	holdAll bool // tests hold also while the breaker is closed
+	holdAll bool // set by tests, to hold also while the breaker is closed
 
 	mu      sync.Mutex
 	seq     uint64
 	reading int   // requests whose body is being read
-	bytes   int64 // of what is held or being read
+	bytes   int64 // size of the requests that are held or being read
 	lanes   map[uint64]int
-	oldest  *held // held requests, in order; with a spill those that are not on the disk yet
+	oldest  *held // list of held requests in memory, in order; with a spill, those that are not on the disk yet
 	newest  *held
-	listed  int // these
-	unread  int // on the disk since an earlier process, of lanes that are not known
+	listed  int // length of the list from oldest to newest
+	unread  int // requests on the disk from an earlier process, whose lanes are not known yet
 	drain   drain
-	idle    chan struct{} // closed when nothing is held any more; nil if nobody waits
+	idle    chan struct{} // closed when no request is held any more; nil if nobody waits
 	closing bool
 
 	started sync.Once
 
 	once   sync.Once
-	closed chan struct{} // Close is done
+	closed chan struct{} // closed when Close is done
 	report Report
 }
 
-// probeGrace is how long live requests leave a probe that is due to the held
-// ones: those have no client who would wait for a dependency that hangs. After
-// it they probe too, since the held ones may be paused, or their handler busy.
+// probeGrace is how long live requests leave a due probe to held requests, whose clients do not
+// wait for a dependency that hangs. After that, live requests probe, too: the held ones may be
+// paused, or their handler busy.
 const probeGrace = time.Second
 
-// dueProbe is a probe that a live request saw to be due and left to the held
-// ones; the first replay after it makes it void.
+// dueProbe is a due probe that a live request saw and left to held requests. The first replay after
+// that makes it void.
 type dueProbe struct {
 	since   time.Time
 	replays uint64
 }
 
-// New makes an intake. The error joins everything that is wrong with cfg and
-// the options. Follow it by [Intake.Close], after the server's Shutdown.
+// New makes an intake. The error joins everything that is wrong with cfg and the options. Call
+// [Intake.Close] at the end, after the server's Shutdown.
 func New(g *guard.Guard, cfg Config, opts ...Option) (*Intake, error) {
 	o, optErr := newOptions(opts)
 	err := errors.Join(cfg.Validate(), optErr)
@@ -128,9 +128,9 @@ func New(g *guard.Guard, cfg Config, opts ...Option) (*Intake, error) {
 	return in, nil
 }
 
-// Start begins to replay what an earlier process has left on the disk. Call it when the
-// handler of [WithReplay] has all its routes: a replay before that would find none. The
-// first request starts an intake, too, and one that found nothing has started by itself.
+// Start begins to replay the requests that an earlier process has left on the disk. Call it when
+// the handler of [WithReplay] has all its routes: an earlier replay would not find its route. The
+// first request starts an intake, too. An intake that found no requests has started by itself.
 func (in *Intake) Start() {
 	in.started.Do(func() {
 		go func() {
@@ -140,19 +140,18 @@ func (in *Intake) Start() {
 	})
 }
 
-// Wrap guards a handler. While the breaker is not closed its requests are
-// refused, but for those that [WithDeferrable] says may be held.
+// Wrap guards a handler. While the breaker is not closed it refuses requests, except those that may
+// be held, see [WithDeferrable].
 func (in *Intake) Wrap(next http.Handler) http.Handler {
 	return &handler{in: in, next: next, defers: func(r *http.Request) bool {
 		return in.o.deferrable != nil && in.o.deferrable(r)
 	}}
 }
 
-// Defer guards a handler whose requests may be held and answered with 202: those
-// with the methods POST, PUT, PATCH and DELETE; others are guarded as by
-// [Intake.Wrap]. next must live on when the request is over, or see [WithReplay].
-// It panics if the intake has no [WithDeadLetters], as
-// http.ServeMux does over a pattern: that is a mistake in the program.
+// Defer guards a handler whose requests may be held and answered with 202: those with the methods
+// POST, PUT, PATCH and DELETE. Other requests are guarded as by [Intake.Wrap]. next must live on
+// when the request is over; if it does not, see [WithReplay]. Defer panics if the intake has no
+// [WithDeadLetters]. That is a mistake in the program, like a wrong pattern of http.ServeMux.
 func (in *Intake) Defer(next http.Handler) http.Handler {
 	if in.src == nil {
 		panic("nethttp: Intake.Defer needs WithDeadLetters: a request that was answered 202 and cannot be replayed must go somewhere")
@@ -167,16 +166,20 @@ func (in *Intake) Defer(next http.Handler) http.Handler {
 	}}
 }
 
-// Stats counts what an intake answered by itself since it was made.
+// Stats counts the requests that an intake answered by itself since it was made.
 type Stats struct {
-	Refused  uint64 // by the breaker, a limiter, an operator, at the end, or as its context had ended; Full left out
-	Full     uint64 // deferrable, but the hold had no room, or not for so large a request, and it could not be handled live
-	Accepted uint64 // 202
-	Held     int    // of Accepted, those neither replayed nor dead-lettered now
+	// Refused counts refusals by the breaker, a limiter or an operator, at the end, or because the
+	// context had ended. Full is not included.
+	Refused uint64
+	// Full counts deferrable requests for which the hold had no room, or which were too large for
+	// it, and which could not be handled live.
+	Full     uint64
+	Accepted uint64 // answered with 202
+	Held     int    // requests that are held now; with a spill also those of an earlier process
 }
 
-// Stats is what was counted so far. The rest is in the states of the Guard's
-// sources, under Config.Name and Config.Name + "/held".
+// Stats returns the present counts. The states of the Guard's sources have the rest, under
+// Config.Name and Config.Name + "/held".
 func (in *Intake) Stats() Stats {
 	return Stats{Refused: in.refused.Load(), Full: in.full.Load(), Accepted: in.accepted.Load(), Held: int(in.waiting.Load())}
 }
@@ -207,26 +210,28 @@ func (in *Intake) Drained(ctx context.Context) error {
 type Report struct {
 	Live, Held guard.Report // Held is zero if nothing could be deferred
 
-	// Written is how many requests were answered 202 and are now with the
-	// dead-letter writer, not replayed, with [ReasonShutdown].
+	// Written is how many requests were answered 202, and not replayed, but written as dead letters
+	// with [ReasonShutdown].
 	Written int
-	// Left are those the writer did not take: nobody else has them.
+	// Left are the requests that the writer did not take: nobody else has them.
 	Left []Left
 }
 
-// A Left is a request that was answered 202 and is lost unless the caller sees
-// to it. [FromRecord] makes a request of it again.
+// A Left is a request that was answered 202, and is lost unless the caller keeps it. [FromRecord]
+// makes a request of its Record.
 type Left struct {
 	Record *dlq.Record
-	Err    error // what the writer said
+	Err    error // the writer's error
 }
 
-// Close ends the intake: it waits for live requests and the replay in hand
-// until ctx ends, and gives what is still held to the dead-letter writer, which
-// has at least a second for it even then. The error is not nil if anything is
-// left. Call it after the server's Shutdown, and [Intake.Drained] in between if
-// the dependency is well and there is time. Guard.Close does the same, but
-// cannot see a replay that does not return; call Close first.
+// Close ends the intake. It waits for live requests and the running replay until ctx ends. Then it
+// gives the requests that are still held to the dead-letter writer, which has at least a second,
+// even if ctx has ended. With a spill they stay on the disk, for the next process. The error is not
+// nil if anything is left.
+//
+// Call Close after the server's Shutdown. If the dependency is well and there is time, call
+// [Intake.Drained] in between. Guard.Close does the same as Close, but cannot see a replay that
+// does not return: call Close first.
 //
 // Later calls wait for the first and return its report.
 func (in *Intake) Close(ctx context.Context) (Report, error) {
@@ -265,7 +270,7 @@ func (in *Intake) close(ctx context.Context) (rep Report) {
 		rep.Held.Err = fmt.Errorf("nethttp: close %s: the loop has not returned: the disk of Config.SpillDir does not answer", in.cfg.Name)
 	}
 	if in.disk {
-		in.refuseAll(in.heldNow()) // the rest is on the disk, for the next process
+		in.refuseAll(in.heldNow()) // the others are on the disk, for the next process
 		return rep
 	}
 	write, cancel := context.WithCancel(context.WithoutCancel(ctx))
@@ -296,7 +301,7 @@ func (in *Intake) loopEnds(ctx context.Context) bool {
 	}
 }
 
-// heldNow lists what is held in memory, oldest first.
+// heldNow lists the requests that are held in memory, oldest first.
 func (in *Intake) heldNow() (all []*held) {
 	in.mu.Lock()
 	defer in.mu.Unlock()

@@ -20,12 +20,11 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// ReasonShutdown is the reason of a dead letter that was held when its intake
-// was closed.
+// ReasonShutdown is the reason of a dead letter whose request was held when its intake was closed.
 const ReasonShutdown dlq.Reason = "shutdown"
 
-// A dead letter's body is the request's, its headers are those that were kept,
-// and these, which say the rest.
+// A dead letter has the body of the request. Its headers are the kept ones and these, which have
+// the rest.
 const (
 	letterMethod = "Http-Method"
 	letterTarget = "Http-Target" // path and query
@@ -35,8 +34,8 @@ const (
 
 var pseudo = []string{letterMethod, letterTarget, letterHost, letterRemote}
 
-// port is the adapter's side of the source. Nothing stands behind it but, with a spill,
-// the disk: a request is gone when it is acked.
+// port is the adapter's side of the source. There is no broker behind it, and a disk only with a
+// spill. So a request is gone when it is acked.
 type port struct{ in *Intake }
 
 func newPort(in *Intake) port { return port{in} }
@@ -67,8 +66,8 @@ func (p port) Meta(h *held) guard.Meta {
 	return meta
 }
 
-// target is what the client asked for, whatever a middleware such as
-// http.StripPrefix made of the URL.
+// target is the path and query that the client asked for, even if a middleware such as
+// http.StripPrefix has changed the URL.
 func target(r *http.Request) string {
 	if strings.HasPrefix(r.RequestURI, "/") || r.RequestURI == "*" {
 		return r.RequestURI
@@ -87,10 +86,10 @@ func (port) Demand(int) {}
 
 func (port) Flush() error { return nil }
 
-// Return writes what is left as dead letters, unless Close is about to.
+// Return writes the remaining requests as dead letters, unless Close is about to.
 func (p port) Return(hs []*held, _ guard.Reason) error {
 	in := p.in
-	if in.disk { // these never got there
+	if in.disk { // these requests are not on the disk
 		in.refuseAll(hs)
 		return nil
 	}
@@ -109,11 +108,11 @@ func (p port) Return(hs []*held, _ guard.Reason) error {
 	return nil
 }
 
-// returnTimeout is for all dead letters of an end that was not Close's.
+// returnTimeout is for all dead letters of an end without Close.
 const returnTimeout = 30 * time.Second
 
-// surrender writes held requests as dead letters, oldest first. One that
-// another end is writing is left to it.
+// surrender writes held requests as dead letters, oldest first. It does not write a request that
+// another end is writing.
 func (in *Intake) surrender(ctx context.Context, hs []*held) (written int, left []Left) {
 	deaf := false
 	for _, h := range hs {
@@ -140,7 +139,7 @@ func (in *Intake) surrender(ctx context.Context, hs []*held) (written int, left 
 		if !deaf {
 			err = in.write(ctx, h, r)
 			deaf = errors.Is(err, errDeaf)
-			if deaf { // it may write the letter yet
+			if deaf { // the writer may still write the letter
 				left = append(left, Left{r, err})
 				continue
 			}
@@ -158,18 +157,19 @@ func (in *Intake) surrender(ctx context.Context, hs []*held) (written int, left 
 	return written, left
 }
 
-// errDeaf is of a writer that is left behind.
+// errDeaf means that a writer ignores its context and is left behind.
 var errDeaf = errors.New("nethttp: the dead-letter writer does not heed its context")
 
 // deafAfter is how long a writer may take once its context is over.
 const deafAfter = 250 * time.Millisecond
 
-// write calls the dead-letter writer on a goroutine of its own, which ends with the call: a
-// writer may panic, or be deaf to its context. What that one says later counts, too.
+// write calls the dead-letter writer on a goroutine of its own, which ends with the call: a writer
+// may panic, or ignore its context. If it returns after write has left it behind, its result still
+// counts.
 func (in *Intake) write(ctx context.Context, h *held, r *dlq.Record) error {
-	mine := *r // the caller's is its own when the writer is left behind
+	mine := *r // a copy: a writer that is left behind may still read it
 	mine.Headers = slices.Clone(r.Headers)
-	done, over := make(chan error, 1), new(atomic.Bool) // answered, or left behind
+	done, over := make(chan error, 1), new(atomic.Bool) // over: the writer has answered, or is left behind
 	go func() {
 		err := errors.New("nethttp: the dead-letter writer called Goexit")
 		defer func() {
@@ -209,9 +209,9 @@ func (in *Intake) write(ctx context.Context, h *held, r *dlq.Record) error {
 	}
 }
 
-// FromRecord makes a request of a dead letter, to be sent or served again. Its
-// URL is what the client asked for, a path and a query; whoever sends it adds
-// scheme and host. The error names what is missing or not well-formed.
+// FromRecord makes a request of a dead letter, to be sent or served again. Its URL is the path and
+// query that the client asked for. To send the request, add scheme and host. The error names what
+// is missing or not well-formed.
 func FromRecord(ctx context.Context, rec *dlq.Record) (*http.Request, error) {
 	text := func(name string) string {
 		s, _ := dlq.LookupText(rec.Headers, name)

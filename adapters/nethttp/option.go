@@ -19,76 +19,76 @@ type Option func(*options)
 type options struct {
 	letters    dlq.Writer
 	key        func(*http.Request) string
-	keyed      bool // key is the user's
+	keyed      bool // key is the user's function
 	deferrable func(*http.Request) bool
 	refused    func(http.ResponseWriter, *http.Request, Refusal)
 	accepted   func(http.ResponseWriter, *http.Request, Held)
 	judge      func(r *http.Request, status int, replay bool) error
-	judged     bool // judge is the user's
+	judged     bool // judge is the user's function
 	replay     http.Handler
 	values     []any
 	limiter    guard.Limiter
 }
 
-// WithDeadLetters is where a request goes that was answered 202 and cannot be
-// replayed: the handler refuses it for good, or fails with it while others
-// succeed, or the intake is closed. [FromRecord] makes a request of it again.
-// Without a writer nothing can be deferred: somebody must get what a client was
-// told not to send again.
+// WithDeadLetters sets the writer of dead letters. It gets requests that were answered 202 and
+// cannot be replayed. Their handler refuses them for good, or fails with them while others succeed,
+// or the intake is closed. [FromRecord] makes a request of a dead letter. Without a writer nothing
+// can be deferred: clients were told not to send their requests again, so somebody else must get
+// them.
 func WithDeadLetters(w dlq.Writer) Option { return func(o *options) { o.letters = w } }
 
-// WithKey chooses the key whose requests keep their order under
-// [guard.OrderKey], such as an account in the path. The default is the path. With one
-// key for all nothing ever overtakes what is held; see docs/http.md for what that needs.
+// WithKey sets the function that returns the key of a request, such as an account in the path.
+// Under [guard.OrderKey], requests of one key keep their order. The default key is the path. With
+// one key for all, nothing ever overtakes held requests; see docs/http.md for what that needs.
 func WithKey(key func(*http.Request) string) Option { return func(o *options) { o.key = key } }
 
-// WithDeferrable marks requests under [Intake.Wrap] as deferrable, for a router
-// that is wrapped as a whole. It sees the request before any of its body is
-// read. [Intake.Defer] does not ask it.
+// WithDeferrable sets the function that says which requests under [Intake.Wrap] may be deferred. It
+// is for a router that is wrapped as a whole, and needs [WithDeadLetters]. f sees the request
+// before any of its body is read. [Intake.Defer] does not ask f.
 func WithDeferrable(f func(*http.Request) bool) Option { return func(o *options) { o.deferrable = f } }
 
-// WithRefusal answers a request that is neither handled nor held, in place of
-// the plain 503 (429 for a rate limit). Retry-After and [HeaderReason] are set
-// already, and may be changed. f must be quick: it is what clients get while
-// the dependency is down. If it writes nothing, the plain answer follows.
+// WithRefusal sets the answer to a request that is neither handled nor held, instead of the plain
+// 503 (429 for a rate limit). Retry-After and [HeaderReason] are set already, and f may change
+// them. f must be quick: clients get its answer while the dependency is down. If f writes nothing,
+// the plain answer follows.
 func WithRefusal(f func(http.ResponseWriter, *http.Request, Refusal)) Option {
 	return func(o *options) { o.refused = f }
 }
 
-// WithAccepted answers a request that is held, in place of the plain 202. The
-// headers [HeaderHold] and [HeaderHoldID] are set already. The request is held
-// whatever f answers.
+// WithAccepted sets the answer to a request that is held, instead of the plain 202. The headers
+// [HeaderHold] and [HeaderHoldID] are set already. The request is held whatever f answers.
 func WithAccepted(f func(http.ResponseWriter, *http.Request, Held)) Option {
 	return func(o *options) { o.accepted = f }
 }
 
-// WithOutcome judges an answer by its status: nil is success, an error is a
-// failure, and guard.Permanent, guard.Backoff and guard.Ignore say more. What
-// the handler said by [Fail] comes first. [DefaultOutcome] is the default. The
-// request is the handler's own copy; its body is spent.
+// WithOutcome sets the function that judges an answer by its status; [DefaultOutcome] is the
+// default. nil is success and an error is a failure. guard.Permanent, guard.Backoff and
+// guard.Ignore say more. An error that the handler gave to [Fail] comes first. r is the handler's
+// own copy of the request, and its body may have been read.
 func WithOutcome(f func(r *http.Request, status int, replay bool) error) Option {
 	return func(o *options) { o.judge = f }
 }
 
-// WithReplay is where held requests are replayed, in place of the handler that
-// Wrap or Defer was given. Use it where that handler lives only as long as its
-// request, as under echo.WrapMiddleware: give it the whole router, which leads
-// the replay through the intake once more, and the intake lets it pass. The
-// replay has the URL that the intake saw: a router in which http.StripPrefix
-// comes before the intake would not find it. With guard.Policy.Spill it is needed, and gets
-// what an earlier process has left, too: see [Intake.Start].
+// WithReplay sets the handler that replays held requests, instead of the handler that Wrap or Defer
+// was given. Use it if that handler lives only as long as its request, as under
+// echo.WrapMiddleware. Give it the whole router: the router leads the replay through the intake
+// once more, and the intake lets it pass. The replay has the URL that the intake saw: if
+// http.StripPrefix comes before the intake, the router does not find it.
+//
+// guard.Policy.Spill needs this option. Then h also gets the requests that an earlier process has
+// left: see [Intake.Start].
 func WithReplay(h http.Handler) Option { return func(o *options) { o.replay = h } }
 
-// WithValues carries the values of these keys over from the context of a
-// request to that of its replay, which has no other values of it. They must be
-// good after the request is over.
+// WithValues copies the values of these keys from the context of a request to the context of its
+// replay. The replay has no other values of the request. The values must stay valid after the
+// request is over. guard.Policy.Spill refuses this option.
 func WithValues(keys ...any) Option {
 	return func(o *options) { o.values = append(o.values, keys...) }
 }
 
-// WithLimiter paces live requests and replays together. A request above the
-// limit is held if it is deferrable; otherwise it waits up to 100 ms, and is refused
-// with 429. Admit is called by many goroutines at once.
+// WithLimiter paces live requests and replays together. A deferrable request above the limit is
+// held. Another one waits up to 100 ms, and is then refused with 429. Many goroutines call l.Admit
+// at once.
 func WithLimiter(l guard.Limiter) Option { return func(o *options) { o.limiter = l } }
 
 func newOptions(opts []Option) (options, error) {
@@ -117,7 +117,7 @@ func newOptions(opts []Option) (options, error) {
 	return o, errors.Join(wrong...)
 }
 
-// carried are values of one context under another.
+// carried is a context with the values of some keys of another context.
 type carried struct {
 	context.Context //nolint:containedctx // it is a context itself
 	keys, values    []any

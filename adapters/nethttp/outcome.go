@@ -13,13 +13,13 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// outcome is what one run of a handler came to, live or replayed.
+// outcome is the result of one run of a handler, live or replayed.
 type outcome struct {
 	rec recorder
 
 	mu      sync.Mutex
-	err     error            // of Fail, the latest
-	refused *guard.HeldError // another intake refused the request further in
+	err     error            // the latest error given to Fail
+	refused *guard.HeldError // the refusal of another intake that the handler called
 }
 
 type outcomeKey struct{}
@@ -29,11 +29,10 @@ func outcomeOf(ctx context.Context) *outcome {
 	return o
 }
 
-// Fail says what the request of ctx came to, whatever its handler answers, as a
-// handler of messages would return it: an error is a failure of the dependency;
-// guard.Permanent is one of the request, guard.Backoff asks for time,
-// guard.Ignore is no outcome. nil takes it back. Call it before the handler
-// returns; of several calls the last counts. Outside an intake it does nothing.
+// Fail reports the outcome of the request of ctx, whatever its handler answers. An error is a
+// failure of the dependency. guard.Permanent is a failure of the request, guard.Backoff asks for
+// time, and guard.Ignore is no outcome. nil takes an earlier error back. Call Fail before the
+// handler returns; of several calls the last counts. Outside an intake it does nothing.
 func Fail(ctx context.Context, err error) {
 	if o := outcomeOf(ctx); o != nil {
 		o.mu.Lock()
@@ -42,8 +41,8 @@ func Fail(ctx context.Context, err error) {
 	}
 }
 
-// HandlerFunc is a handler that returns its error. The intake hears of it as by
-// [Fail]; a client that has got no answer by then gets a plain 500.
+// HandlerFunc is a handler that returns its error. The intake gets the error as by [Fail]. A client
+// that has no answer by then gets a plain 500.
 type HandlerFunc func(w http.ResponseWriter, r *http.Request) error
 
 // ServeHTTP calls f.
@@ -58,7 +57,7 @@ func (f HandlerFunc) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// said is what is known beside the status.
+// said returns the refusal and the error of the handler.
 func (o *outcome) said() (refused *guard.HeldError, err error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -73,10 +72,10 @@ func (o *outcome) status() int {
 	return http.StatusOK
 }
 
-// DefaultOutcome is how an answer is judged by its status. Live, 5xx is a
-// failure and everything else a success. A replay has no client who could act
-// on the answer, so more of it matters: 429 asks for time, 408, 425 and 5xx are
-// failures and tried again, other 4xx are permanent.
+// DefaultOutcome judges an answer by its status. Live, 5xx is a failure and everything else a
+// success. A replay has no client who could act on the answer, so more statuses count. There 429
+// asks for time. 408, 425 and 5xx are failures, and the request is tried again. Other 4xx are
+// permanent.
 func DefaultOutcome(_ *http.Request, status int, replay bool) error {
 	err := &StatusError{Status: status}
 	switch {
@@ -93,7 +92,8 @@ func DefaultOutcome(_ *http.Request, status int, replay bool) error {
 	}
 }
 
-// retryAfter reads the header of a replay's answer; the zero time if it has none.
+// retryAfter returns the time in the Retry-After header of a replay's answer; zero if there is
+// none.
 func retryAfter(h http.Header, now time.Time) time.Time {
 	v := h.Get("Retry-After")
 	if n, err := strconv.Atoi(v); err == nil && n >= 0 {

@@ -9,34 +9,34 @@ import (
 	"time"
 )
 
-// The rule for a failed request whose client had left: docs/http.md has it in words.
+// This is the rule for a failed request whose client had left. docs/http.md explains it.
 const (
-	// latest is how many successes say what the normal time is: the one that 19 in 20
-	// of them did not exceed. normalAfter is how many it takes.
+	// latest is how many of the latest successes give the normal time, which 19 in 20 of them did
+	// not exceed. Before normalAfter successes it is not known.
 	latest      = 256
 	normalAfter = 20
 
-	// leastPatience is what a pause of this process may cost any request.
+	// leastPatience is how long a pause of this process may delay any request.
 	leastPatience = 100 * time.Millisecond
 
-	// blindPatience stands for the normal time while that is not known. A client's
-	// timeout is rarely shorter; a person's change of mind often is.
+	// blindPatience stands for the normal time while that is not known. A client's timeout is
+	// rarely shorter. A person often leaves earlier.
 	blindPatience = 500 * time.Millisecond
 
-	// gaveUp is how many clients in a row, with no success between, may wait for the
-	// normal time in vain before the next of them counts.
+	// gaveUp is how many clients in a row, without a success between them, may wait for the normal
+	// time in vain. The next such client counts.
 	gaveUp = 5
 )
 
-// normal is how long the latest successes took. All methods are safe for
-// concurrent use; none takes a lock.
+// normal records how long the latest successes took. All methods are safe for concurrent use; none
+// takes a lock.
 type normal struct {
 	n    atomic.Uint64 // successes so far
 	took [latest]atomic.Int64
 	left atomic.Int64 // clients in a row that waited for the normal time and left
 }
 
-// succeeded counts a success.
+// succeeded records a success that took d.
 func (t *normal) succeeded(d time.Duration) {
 	t.took[(t.n.Add(1)-1)%latest].Store(int64(d))
 	if t.left.Load() != 0 { // most successes only read it

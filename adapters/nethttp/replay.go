@@ -16,8 +16,8 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// replay is one run of a held request: the context that its handler gets, and
-// what is seen of its answer.
+// replay is one run of a held request: the context of its handler, and what is recorded of its
+// answer.
 type replay struct {
 	context.Context //nolint:containedctx // the guard's; replay is a context itself
 	outcome
@@ -26,16 +26,16 @@ type replay struct {
 	kept    context.Context //nolint:containedctx // values that were carried over
 	info    Held
 	answers sink
-	looked  atomic.Bool // the handler, or what it called, has asked whether the context has ended
+	looked  atomic.Bool // the handler, or code that it called, has asked whether the context has ended
 }
 
-// Done is the guard's context's.
+// Done is that of the guard's context.
 func (p *replay) Done() <-chan struct{} {
 	p.looked.Store(true)
 	return p.Context.Done()
 }
 
-// Err is the guard's context's.
+// Err is that of the guard's context.
 func (p *replay) Err() error {
 	p.looked.Store(true)
 	return p.Context.Err()
@@ -60,8 +60,8 @@ func (p *replay) Value(key any) any {
 	return p.Context.Value(key)
 }
 
-// Replayed tells a handler that it handles a request which was held, and which;
-// nobody gets its answer.
+// Replayed tells a handler whether it handles a request that was held, and which one. Nobody gets
+// the answer to such a request.
 func Replayed(ctx context.Context) (Held, bool) {
 	if p, ok := ctx.Value(replayKey{}).(*replay); ok {
 		return p.info, true
@@ -69,8 +69,8 @@ func Replayed(ctx context.Context) (Held, bool) {
 	return Held{}, false
 }
 
-// replay is the handler of the source: it makes a request of what is held and
-// runs it through the user's handler.
+// replay is the handler of the source: it makes a request of a held one, and calls the user's
+// handler with it.
 func (in *Intake) replay(ctx context.Context, h *held) error {
 	in.replays.Add(1)
 	in.mu.Lock()
@@ -101,7 +101,7 @@ func (in *Intake) replay(ctx context.Context, h *held) error {
 	return err
 }
 
-// result is what a replay came to.
+// result is the outcome of a replay.
 func (p *replay) result(r *http.Request) error {
 	refused, err := p.said()
 	if err != nil {
@@ -113,7 +113,7 @@ func (p *replay) result(r *http.Request) error {
 	}
 	status := p.status()
 	if ended := p.Context.Err(); ended != nil && p.looked.Load() && (p.rec.silent() || status >= 400 && status < 500) {
-		return ended // the handler gave up, as at its timeout or when the intake ends: that is no answer
+		return ended // the handler gave up, at its timeout or when the intake ends: that is no answer
 	}
 	err = p.in.o.judge(r, status, true)
 	e, ok := errors.AsType[*StatusError](err)

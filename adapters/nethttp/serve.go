@@ -22,12 +22,12 @@ type handler struct {
 	defers func(*http.Request) bool
 }
 
-// insideKey is set in the context of a request that an intake let through, live
-// or replayed, so that it passes the same intake a second time.
+// insideKey is set in the context of a request that an intake has let through, live or replayed.
+// Such a request passes the same intake a second time.
 type insideKey struct{ in *Intake }
 
-// call is a live request: what its handler gets as a context, what is seen of
-// its answer, and what the function guard is called with.
+// call is a live request: the context of its handler, what is recorded of its answer, and the
+// argument of the function guard.
 type call struct {
 	context.Context //nolint:containedctx // the request's; call is a context itself
 	outcome
@@ -36,9 +36,9 @@ type call struct {
 	next    http.Handler
 	req     *http.Request
 	started bool
-	took    time.Duration // of the handler
-	gone    bool          // the request had ended before the handler had
-	excused *bool         // what Excuses said; nil before it was asked
+	took    time.Duration // duration of the handler
+	gone    bool          // the request had ended before its handler
+	excused *bool         // the result of Excuses; nil before its first call
 }
 
 func (c *call) Value(key any) any {
@@ -53,10 +53,10 @@ func (c *call) Value(key any) any {
 	return c.Context.Value(key)
 }
 
-// Excuses tells the function guard whether the end of the request excuses its
-// failure: not if its client had waited for long, as Config.Patience says.
+// Excuses tells the function guard whether the end of the request excuses its failure. It does not
+// if the client had waited for long, see Config.Patience.
 func (c *call) Excuses() bool {
-	if c.excused == nil { // a request counts once
+	if c.excused == nil { // a request must count once only
 		excused := c.gone && !c.in.waitedFor(c)
 		c.excused = &excused
 	}
@@ -99,11 +99,11 @@ func (h *handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	in.refuse(w, r, why, err)
 }
 
-// answered tells whether a call of the function guard got to the handler.
+// answered tells whether a call of the function guard reached the handler.
 func (c *call) answered(err error) bool { return c.started || err == nil }
 
-// upgrades tells whether a request is the beginning of another protocol. Offers of HTTP/2 and
-// TLS are none: some clients add them to each request, and Go's server goes on without.
+// upgrades tells whether a request begins another protocol. Offers of HTTP/2 and TLS do not count:
+// some clients add them to each request, and Go's server goes on without them.
 func upgrades(r *http.Request) bool {
 	if r.Method == http.MethodConnect {
 		return true
@@ -119,7 +119,7 @@ func upgrades(r *http.Request) bool {
 	return false
 }
 
-// admit calls the handler, as a probe too unless held requests are to probe.
+// admit calls the handler. The request may be a probe, unless held requests are to probe.
 func (in *Intake) admit(c *call) error {
 	if in.waiting.Load() == 0 {
 		return in.live.Call(c, c)
@@ -144,14 +144,14 @@ func (in *Intake) admit(c *call) error {
 	return err
 }
 
-// handle is what the function guard calls: the handler, in the goroutine of its
+// handle is the function that the function guard calls. It runs the handler in the goroutine of its
 // request.
 func (in *Intake) handle(ctx context.Context, c *call) (err error) {
 	c.started = true
 	start, returned := time.Now(), false
 	r := c.req.WithContext(ctx)
 	defer func() {
-		// What routers and the server look for in their own request.
+		// Routers and the server look for these fields in their own request.
 		c.req.Pattern = r.Pattern
 		if c.req.MultipartForm == nil {
 			c.req.MultipartForm = r.MultipartForm
@@ -167,7 +167,7 @@ func (in *Intake) handle(ctx context.Context, c *call) (err error) {
 	return err
 }
 
-// result is what a live request came to.
+// result is the outcome of a live request.
 func (in *Intake) result(c *call, r *http.Request) error {
 	refused, err := c.said()
 	switch {
@@ -175,7 +175,7 @@ func (in *Intake) result(c *call, r *http.Request) error {
 		return guard.Ignore(errRefused)
 	case err != nil:
 		return err
-	case c.rec.silent() && r.Context().Err() != nil: // the handler gave up; silence would be a 200
+	case c.rec.silent() && r.Context().Err() != nil: // the handler gave up; without an answer the server would send 200
 		err = r.Context().Err()
 		if c.Context.Err() != nil {
 			err = errGone
@@ -187,9 +187,9 @@ func (in *Intake) result(c *call, r *http.Request) error {
 	}
 }
 
-// waitedFor tells whether a request that failed after its client had left is the
-// dependency's failure. Config.Patience alone decides if it is set. An answer that had
-// begun well may only have been too slow for the client's line: it has the longest time.
+// waitedFor tells whether a request that failed after its client had left is the dependency's
+// failure. If Config.Patience is set, it alone decides. An answer that had begun well may only have
+// been too slow for the client's line: such a request has the longest time.
 func (in *Intake) waitedFor(c *call) bool {
 	switch answering := !c.rec.silent() && c.status() < http.StatusInternalServerError; {
 	case in.cfg.Patience > 0:
@@ -203,14 +203,14 @@ func (in *Intake) waitedFor(c *call) bool {
 
 // The headers that an intake sets.
 const (
-	// HeaderReason says in a refusal why: a word of [guard.Reason].
+	// HeaderReason has the reason of a refusal: a word of [guard.Reason].
 	HeaderReason = "Stormguard-Reason"
 
-	// HeaderHold says in a 202 where the request is held, and so what the 202
-	// promises: [HoldMemory] or [HoldDisk].
+	// HeaderHold says in a 202 where the request is held, and so what the 202 promises:
+	// [HoldMemory] or [HoldDisk].
 	HeaderHold = "Stormguard-Hold"
 
-	// HeaderHoldID is the request's identity, in its dead letter and its spans.
+	// HeaderHoldID has the ID of a held request, which is also in its dead letter and its spans.
 	HeaderHoldID = "Stormguard-Hold-Id"
 
 	// HoldMemory means that a crash of the process loses the request.
@@ -222,14 +222,14 @@ const (
 
 // A Refusal says why a request is neither handled nor held.
 type Refusal struct {
-	// Reason is why: breaker, limiter, operator, backpressure where the hold has no
-	// room for the request, or shutdown: the intake's, or the context of a request
-	// that was to be held has ended, by its server, a middleware or its client.
+	// Reason is breaker, limiter, operator, backpressure or shutdown. Backpressure means that the
+	// hold has no room for the request. Shutdown means the end of the intake. It can also mean that
+	// the context of a request that was to be held has ended, by its server, a middleware or its
+	// client.
 	Reason guard.Reason
-	// Status is what the default answer has: 503, or 429 for a limiter.
+	// Status is the status of the default answer: 503, or 429 for a limiter.
 	Status int
-	// RetryAfter is what the header of that name says: at least 1s, in whole
-	// seconds.
+	// RetryAfter is the value of the Retry-After header: at least 1s, in whole seconds.
 	RetryAfter time.Duration
 }
 
@@ -245,7 +245,7 @@ func (in *Intake) refuse(w http.ResponseWriter, r *http.Request, why guard.Reaso
 		held = &guard.HeldError{Source: in.cfg.Name, Reason: why}
 	}
 	until := in.until(why, held.Until)
-	if o := outcomeOf(r.Context()); o != nil { // of an intake further out
+	if o := outcomeOf(r.Context()); o != nil { // the outcome of an intake further out
 		o.mu.Lock()
 		o.refused = &guard.HeldError{Source: held.Source, Reason: why, Until: until}
 		o.mu.Unlock()
@@ -263,17 +263,16 @@ func (in *Intake) refuse(w http.ResponseWriter, r *http.Request, why guard.Reaso
 			return
 		}
 	}
-	http.Error(w, http.StatusText(ref.Status), ref.Status) // a handler that answers nothing says 200
+	http.Error(w, http.StatusText(ref.Status), ref.Status) // without an answer the server would send 200
 }
 
-// until is when a refused client should come back: at the end of the open
-// period, soon where probes are under way, after Config.RetryAfter where nobody
-// knows. In whole seconds, rounded up.
+// until returns when a refused client should come back: at the end of the open period, or soon if
+// probes are under way. If no time is known, it is Config.RetryAfter. In whole seconds, rounded up.
 func (in *Intake) until(why guard.Reason, until time.Duration) time.Duration {
 	if why == guard.ReasonBreaker || why == guard.ReasonBackpressure {
 		st := in.live.State()
 		switch {
-		case st.Breaker.ProbesOut > 0: // Until is when they are given up
+		case st.Breaker.ProbesOut > 0: // Until is when the probes are given up
 			until = time.Second
 		case len(st.Holds) > 0 && st.Holds[len(st.Holds)-1].Reason == guard.ReasonBreaker:
 			until = max(st.Holds[len(st.Holds)-1].Until, 1)

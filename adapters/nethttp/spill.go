@@ -18,8 +18,8 @@ import (
 
 var _ guard.Keeper[*held] = port{}
 
-// kept is what the spill has of a request beside its body. What a client chooses is bytes:
-// as text, JSON would mend it.
+// kept is what the spill keeps of a request beside its body. Values that a client chooses are
+// bytes: as text, JSON would change invalid UTF-8.
 type kept struct {
 	ID     string              `json:"id"`
 	Since  time.Time           `json:"since"`
@@ -33,7 +33,7 @@ type kept struct {
 	Header map[string][][]byte `json:"header"`
 }
 
-// keptURL is a URL in parts: what String makes of a path such as //a is read as a host.
+// keptURL is a URL in parts: as text, a path such as //a would be read as a host.
 type keptURL struct {
 	Scheme     string `json:"scheme,omitempty"`
 	Opaque     []byte `json:"opaque,omitempty"`
@@ -44,7 +44,7 @@ type keptURL struct {
 	ForceQuery bool   `json:"force_query,omitempty"`
 }
 
-// Spill is [guard.Spiller]'s.
+// Spill implements [guard.Spiller].
 func (port) Spill(h *held) (head, body []byte, err error) {
 	r := h.req
 	header := make(map[string][][]byte, len(r.Header))
@@ -59,7 +59,7 @@ func (port) Spill(h *held) (head, body []byte, err error) {
 	return head, h.body, err
 }
 
-// Unspill is [guard.Spiller]'s. The handler of the request is that of WithReplay: no other
+// Unspill implements [guard.Spiller]. The request's handler is that of WithReplay: no other
 // outlives a process.
 func (p port) Unspill(head, body []byte) (*held, error) {
 	in := p.in
@@ -85,11 +85,11 @@ func (p port) Unspill(head, body []byte) (*held, error) {
 			Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1,
 		},
 	}
-	if k.TLS { // a router that redirects plain requests lets it pass
+	if k.TLS { // so that a router that redirects plain requests lets it pass
 		h.req.TLS = &tls.ConnectionState{HandshakeComplete: true, ServerName: h.req.Host}
 	}
 	h.lane = in.laneOf(h.key)
-	if !strings.HasPrefix(k.ID, in.ids) { // of an earlier process
+	if !strings.HasPrefix(k.ID, in.ids) { // the request is from an earlier process
 		in.mu.Lock()
 		in.unread = max(0, in.unread-1)
 		in.lanes[h.lane]++
@@ -98,7 +98,7 @@ func (p port) Unspill(head, body []byte) (*held, error) {
 	return h, nil
 }
 
-// Kept is [guard.Keeper]'s: it ends the wait of the request's client.
+// Kept implements [guard.Keeper]: it ends the wait of the request's client.
 func (p port) Kept(h *held, err error) {
 	if err != nil {
 		p.in.forget(h)
@@ -114,11 +114,11 @@ func (p port) Kept(h *held, err error) {
 func (h *held) told(err error) {
 	select {
 	case h.kept <- err:
-	default: // it has given up, or been told
+	default: // the client has given up, or was told before
 	}
 }
 
-// Lost is [guard.Keeper]'s.
+// Lost implements [guard.Keeper].
 func (p port) Lost(n int) {
 	p.in.mu.Lock()
 	defer p.in.mu.Unlock()
@@ -129,8 +129,8 @@ func (p port) Lost(n int) {
 // maxSpilled is the largest body on the disk: a message there has 16 MiB at most.
 const maxSpilled = 8 << 20
 
-// takeOver counts what an earlier process has left on the disk, or says why nothing can be
-// kept there.
+// takeOver counts the requests that an earlier process has left on the disk. It returns an error if
+// the settings do not allow requests on the disk.
 func (in *Intake) takeOver(found int) error {
 	if !in.disk {
 		return nil
@@ -150,10 +150,10 @@ func (in *Intake) takeOver(found int) error {
 	return errors.Join(wrong...)
 }
 
-// awaitDisk waits until a request is on the disk, or is not held after all. A disk that
-// stalls for longer than BodyTimeout is as a full one to the client: the request may be
-// handled all the same. It does not end with the request's context: that would make a 503 of
-// what is on the disk in a moment.
+// awaitDisk waits until a request is on the disk, or cannot be held. A disk that stalls for longer
+// than BodyTimeout counts as full for the client, but the request may still be handled. awaitDisk
+// does not end with the request's context. Otherwise a request that is on the disk a moment later
+// would be answered 503.
 func (in *Intake) awaitDisk(h *held) error {
 	late := time.NewTimer(in.cfg.BodyTimeout)
 	defer late.Stop()

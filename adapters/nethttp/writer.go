@@ -13,20 +13,20 @@ import (
 	"github.com/felixge/httpsnoop"
 )
 
-// recorder sees the status of an answer on its way to w, and holds nothing back.
+// recorder records the status of an answer on its way to w. It delays nothing.
 type recorder struct {
 	w        http.ResponseWriter
 	status   atomic.Int32 // 0 until the header is written
 	hijacked atomic.Bool
 }
 
-// writer is w, seen by the recorder: a handler that streams, or takes the connection over,
+// writer returns w, seen by the recorder. A handler that streams, or takes the connection over,
 // finds the optional methods that w has, and no others.
 func (r *recorder) writer() http.ResponseWriter {
 	return httpsnoop.Wrap(r.w, httpsnoop.Hooks{
 		WriteHeader: func(next httpsnoop.WriteHeaderFunc) httpsnoop.WriteHeaderFunc {
 			return func(status int) {
-				if status >= 200 || status == http.StatusSwitchingProtocols { // others are only on the way
+				if status >= 200 || status == http.StatusSwitchingProtocols { // other 1xx are not the answer
 					r.status.CompareAndSwap(0, int32(status))
 				}
 				next(status)
@@ -74,18 +74,18 @@ func (r *recorder) writer() http.ResponseWriter {
 	})
 }
 
-// begun is what a first Write or Flush means.
+// begun records the status 200 at the first Write or Flush, if no status was written.
 func (r *recorder) begun() {
 	if r.status.Load() == 0 {
 		r.status.CompareAndSwap(0, http.StatusOK)
 	}
 }
 
-// silent tells that nothing was answered.
+// silent tells whether nothing was answered.
 func (r *recorder) silent() bool { return r.status.Load() == 0 && !r.hijacked.Load() }
 
-// sink takes a replay's answer: nobody waits for it. It keeps the beginning of
-// what a failing handler had to say.
+// sink takes a replay's answer, for which nobody waits. It keeps the beginning of the text, for the
+// error of a failing handler.
 type sink struct {
 	header http.Header
 	text   []byte
@@ -102,7 +102,7 @@ func (s *sink) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// CloseNotify never tells: there is no client to go away.
+// CloseNotify never sends: there is no client that could leave.
 func (*sink) CloseNotify() <-chan bool { return make(chan bool) }
 
 // Flush does nothing: a handler that streams may go on.
