@@ -14,8 +14,8 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 )
 
-// connOf is the connection of a consumer, nil if that is not one of nats.go's own.
-// Those have no method for it, so the fields are read.
+// connOf returns the connection of a consumer, nil if the consumer is not from nats.go.
+// nats.go's consumers have no method for it, so connOf reads their fields.
 func connOf(c jetstream.Consumer) *nats.Conn {
 	v := reflect.ValueOf(c)
 	for _, field := range []string{"js", "conn"} {
@@ -31,13 +31,13 @@ func connOf(c jetstream.Consumer) *nats.Conn {
 }
 
 const (
-	// maxSilence is how long a connection may be dead before the client notices.
+	// maxSilence is the longest time in which the client should notice a dead connection.
 	maxSilence = time.Minute
-	// maxWrite is how long one write may block: the client's Close waits for it.
+	// maxWrite is how long one write may block. The client's Close waits for the write.
 	maxWrite = 10 * time.Second
 )
 
-// warnOfConn says in one line what a connection's options lack.
+// warnOfConn logs one line that names the missing options of a connection.
 func warnOfConn(conn *nats.Conn, o *options, name string) {
 	if conn == nil {
 		return
@@ -48,13 +48,13 @@ func warnOfConn(conn *nats.Conn, o *options, name string) {
 	}
 }
 
-// lackingOptions are those that a connection should have been made with.
+// lackingOptions returns the missing options of a connection, as code.
 func lackingOptions(o *nats.Options) []string {
 	var lacks []string
 	if !o.AllowReconnect || o.MaxReconnect >= 0 {
 		lacks = append(lacks, "nats.MaxReconnects(-1)")
 	}
-	if !o.IgnoreAuthErrorAbort { // a server that starts may not know its users yet, and two refusals close the connection
+	if !o.IgnoreAuthErrorAbort { // a starting server may not know its users yet, and two refusals close the connection
 		lacks = append(lacks, "nats.IgnoreAuthErrorAbort()")
 	}
 	if d := silence(o); d <= 0 || d > maxSilence {
@@ -66,15 +66,15 @@ func lackingOptions(o *nats.Options) []string {
 	return lacks
 }
 
-// silence is after how long the client takes a connection for dead that is silent;
-// not above 0 for never.
+// silence is how long a connection may be silent before the client takes it for dead; 0 or
+// less means forever.
 func silence(o *nats.Options) time.Duration { return o.PingInterval * time.Duration(o.MaxPingsOut+1) }
 
 // probeTimeout is how long a server may take to answer a ping.
 const probeTimeout = 5 * time.Second
 
-// revive makes a connection reconnect that says it is connected, and over which a
-// ping is not answered. By default the client itself notices after 6 minutes.
+// revive forces a reconnect if the connection says that it is connected, but the server does
+// not answer a ping. By default the client itself notices after 6 minutes.
 func revive(ctx context.Context, conn *nats.Conn) (revived bool) {
 	if conn == nil || !conn.Opts.AllowReconnect || !conn.IsConnected() {
 		return false

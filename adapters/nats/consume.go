@@ -18,28 +18,33 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// Consume guards a pull consumer with explicit acks: it pulls, and handle gets
-// the messages when the guard says so. nil acks; any other error retries, and
-// later dead-letters; guard.Permanent, guard.Backoff and guard.Ignore say more.
-// handle must not settle the message itself.
+// Consume guards a pull consumer with explicit acks: it pulls messages and calls handle when
+// the guard says so. If handle returns nil, the message is acked. Any other error means
+// retries, and later a dead letter; guard.Permanent, guard.Backoff and guard.Ignore say
+// more. handle must not settle the message itself.
 //
-// It blocks until ctx ends and then stops in order: nothing more is pulled,
-// handlers in flight finish within [WithStopTimeout], what is left is given
-// back by one nak each (not on a message's last delivery), acks are flushed.
-// Then it returns nil, or an error that names what could not be finished; whatever
-// the network does, within 5s after the stop timeout. It
-// returns [ErrConsumerGone] when the consumer has been deleted,
-// [ErrConnectionClosed] when the connection has ended, and [guard.ErrClosed]
-// when the Guard or the source has. Everything else, such as a server that is away
-// at the start or restarts later, it waits out.
+// Consume blocks until ctx ends, and then stops in this order:
 //
-// Everything it took from the server is extended at a third of the consumer's
-// AckWait, so a hold costs no deliveries. While the source is on hold with a
-// full window no pull request is open.
+//   - It pulls no more.
+//   - Running handlers finish within [WithStopTimeout].
+//   - Each other message goes back by one nak, except on the message's last delivery.
+//   - Acks are flushed.
 //
-// Beside the guard's goroutines and nats.go's it starts three, which end before it
-// returns. Only a handler that ignores its cancelled context keeps its own, and a
-// write that the network blocks the one that makes it, for the connection's
+// It then returns nil, or an error that names the unfinished parts: within 5s after the stop
+// timeout, whatever the network does.
+//
+// Consume returns early with [ErrConsumerGone] if the consumer is deleted, with
+// [ErrConnectionClosed] if the connection has ended, and with [guard.ErrClosed] if the Guard
+// or the source has. It waits out other faults, such as a server that is away at the start or
+// restarts later.
+//
+// Consume extends every message from the server each third of the consumer's AckWait, so a
+// hold costs no deliveries. While the source is on hold with a full window, no pull request
+// is open.
+//
+// Besides the goroutines of the guard and of nats.go, Consume starts three, which end before
+// it returns, with two exceptions. A handler that ignores its cancelled context keeps its
+// goroutine. A write that the network blocks keeps its goroutine for the connection's
 // FlusherTimeout.
 func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, handle func(context.Context, jetstream.Msg) error, opts ...Option) error {
 	if handle == nil {
@@ -79,9 +84,9 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 		room: true, drain: make(chan struct{}, 1), more: make(chan struct{}, 1), trouble: make(chan error, 1),
 	}
 
-	// Three goroutines: the loop, the intake, and one that stops the intake when the
-	// Guard or an operator has ended the source. Handlers finish after ctx ends, so it
-	// is not its context that stops the loop but End, below.
+	// Three goroutines: the loop, the intake, and one that stops the intake when the Guard
+	// or an operator has ended the source. Handlers may finish after ctx ends, so End stops
+	// the loop below, and not ctx.
 	reading, stopReading := context.WithCancel(ctx)
 	defer stopReading()
 	ran := make(chan struct{})
@@ -123,7 +128,7 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 		st.until(ran)
 	}
 	if lost {
-		return gone // with it, who could be given anything back
+		return gone // nobody is left to give messages back to
 	}
 	errs := []error{gone}
 	rest := append(p.rest(), p.in.waiting(nil)...)
@@ -153,19 +158,18 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 }
 
 const (
-	// stopGrace is how long a stop may take beyond its timeout: for what the guard
-	// still does when that is over, and to give back the rest.
+	// stopGrace is how long a stop may take after its timeout, for the guard's last work and
+	// to give messages back.
 	stopGrace = 4500 * time.Millisecond
-	// intakeGrace is how long the intake has at least to empty the client's buffer.
+	// intakeGrace is the least time that the intake has to empty the client's buffer.
 	intakeGrace = time.Second
 )
 
-// errHeldUp is that of a call that did not return in time.
+// errHeldUp means that a call did not return in time.
 var errHeldUp = errors.New("the connection does not take it")
 
-// stopping bounds the end of Consume. Any call of the client may block on a
-// connection that takes no bytes, for its FlusherTimeout, so none is waited for
-// longer than until by.
+// stopping bounds the end of Consume. Any call of the client may block for FlusherTimeout on
+// a connection that takes no bytes, so Consume waits for no call after by.
 type stopping struct{ began, by time.Time }
 
 func newStopping(o *options) stopping {
@@ -173,7 +177,7 @@ func newStopping(o *options) stopping {
 	return stopping{began: now, by: now.Add(o.stopTimeout + stopGrace)}
 }
 
-// wait waits for an answer for d, but no longer than until by: then it is errHeldUp.
+// wait waits for an answer for d, but not after by. Without an answer it returns errHeldUp.
 func (s stopping) wait(answer <-chan error, d time.Duration) error {
 	timer := time.NewTimer(min(d, time.Until(s.by)))
 	defer timer.Stop()
@@ -194,12 +198,12 @@ func (s stopping) until(done <-chan struct{}) {
 	}
 }
 
-// giveBack gives back what Consume has left, and waits until the server has read it
-// and all acks before it: it answers in order.
+// giveBack gives back the rest of Consume's messages. It waits until the server has read the
+// naks and all acks before them: a server answers requests in order.
 //
-// A look at the consumer makes the server forget pull requests that nobody listens to
-// any more. It would try to serve one with the first message given back, and then put
-// that one behind the others. So there is one before, too.
+// A request for the consumer's info makes the server forget pull requests without a listener.
+// Otherwise it would try to serve such a request with the first message given back, and then
+// put that message behind the others. So giveBack asks for the info before the naks, too.
 func (p *consumePort) giveBack(consumer jetstream.Consumer, rest []jetstream.Msg, maxDeliver int, by time.Time) error {
 	if now := time.Now(); by.Sub(now) > stopGrace {
 		by = now.Add(stopGrace)
@@ -223,16 +227,16 @@ type consumePort struct {
 	in *intake
 
 	back sync.Mutex
-	rem  []jetstream.Msg // what End gave back
+	rem  []jetstream.Msg // messages that End returned
 }
 
-// Extend also keeps alive what waits in front of the feed.
+// Extend also keeps alive the messages in the stash, in front of the feed.
 func (p *consumePort) Extend(ms []jetstream.Msg) { p.msgPort.Extend(p.in.waiting(ms)) }
 
 func (p *consumePort) Demand(n int) { p.in.demand(n) }
 
-// Return keeps the messages for the end of Consume, which gives them back
-// together with the stash, in the order of the stream.
+// Return keeps the messages until the end of Consume, which gives them back together with
+// the stash, in the order of the stream.
 func (p *consumePort) Return(ms []jetstream.Msg, _ guard.Reason) error {
 	p.back.Lock()
 	defer p.back.Unlock()
@@ -246,7 +250,7 @@ func (p *consumePort) rest() []jetstream.Msg {
 	return p.rem
 }
 
-// source is what a consumer's configuration means to the guard.
+// source has a consumer's configuration and the settings for the guard that follow from it.
 type source struct {
 	info   *jetstream.ConsumerInfo
 	config guard.SourceConfig
@@ -285,7 +289,7 @@ func await(ctx context.Context, consumer jetstream.Consumer, o *options) (source
 	}
 }
 
-// away tells whether an error says that no server answers, now.
+// away reports whether an error says that no server answers at the moment.
 func away(err error) bool {
 	for _, passing := range []error{
 		context.DeadlineExceeded, nats.ErrTimeout, nats.ErrNoResponders, jetstream.ErrJetStreamNotEnabled,
@@ -298,13 +302,13 @@ func away(err error) bool {
 	if _, ok := errors.AsType[net.Error](err); ok { // from the socket
 		return true
 	}
-	// 503: a cluster without a leader, a server that starts; 500: the consumer's own
+	// 503: a cluster without a leader, or a server that starts. 500: the consumer's own
 	// servers are away, or older.
 	api, ok := errors.AsType[*jetstream.APIError](err)
 	return ok && api.Code >= 500
 }
 
-// nameOf is a source's name before the server has told of it.
+// nameOf is a source's name before the server has described its consumer.
 func nameOf(consumer jetstream.Consumer, o *options) string {
 	if info := consumer.CachedInfo(); o.name == "" && info != nil {
 		return info.Stream + "/" + info.Name
@@ -312,8 +316,8 @@ func nameOf(consumer jetstream.Consumer, o *options) string {
 	return o.name
 }
 
-// describe asks the server about the consumer and refuses one that the guard
-// cannot keep its promises with.
+// describe asks the server about the consumer. It refuses a consumer with which the guard
+// cannot keep its promises.
 func describe(ctx context.Context, consumer jetstream.Consumer, o *options) (source, error) {
 	if consumer == nil {
 		return source{}, errors.New("nats: the consumer must not be nil")
@@ -348,7 +352,7 @@ func describe(ctx context.Context, consumer jetstream.Consumer, o *options) (sou
 
 func limitsOf(c *jetstream.ConsumerConfig) guard.Limits {
 	l := guard.Limits{AckWait: c.AckWait, MaxUnacked: max(0, c.MaxAckPending), MaxDeliver: max(0, c.MaxDeliver)}
-	for _, d := range c.BackOff { // it replaces AckWait
+	for _, d := range c.BackOff { // BackOff replaces AckWait
 		if d > 0 && (d < l.AckWait || l.AckWait <= 0) {
 			l.AckWait = d
 		}
@@ -356,8 +360,8 @@ func limitsOf(c *jetstream.ConsumerConfig) guard.Limits {
 	return l
 }
 
-// batch is how many messages a pull may have outstanding: half the window, so
-// that what has to leave nats.go's buffer in a hurry is bounded by it.
+// batch is how many messages a pull may have outstanding. Half the window bounds the
+// messages that may have to leave nats.go's buffer quickly.
 func (s *source) batch(window int) int {
 	n := max(1, min(maxPull, window/2))
 	if most := s.info.Config.MaxRequestBatch; most > 0 {

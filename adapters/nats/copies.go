@@ -12,38 +12,38 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 )
 
-// copies knows the messages that this process has taken from the server, by their
-// sequence in the stream, until some time after their ack. The server delivers a
-// message again when its extension or its ack does not arrive within the AckWait:
-// the connection was down, or the process stood still. Such a copy is not handled:
+// copies remembers the messages that this process took from the server, by their sequence in
+// the stream, until some time after their ack. The server redelivers a message when its
+// extension or ack does not arrive within the AckWait, because the connection was down or
+// the process stood still. Such a copy is not handled:
 //
-//   - while the source has the message, the copy takes its place at the server: it is
-//     acked and given back instead, since it knows the latest count of deliveries;
-//   - when the message has been acked, the copy is acked too.
+//   - While the source has the message, the copy replaces it at the server: the copy is acked
+//     or given back instead, since it has the latest count of deliveries.
+//   - When the message has been acked, the copy is acked too.
 //
-// The message's time in the stream is compared as well, for a stream that was deleted
-// and made anew counts from 1 again. A first delivery of an acked message is handled:
-// somebody has made the consumer anew, or has reset it, to read the stream again. Another
-// process may have had the first delivery of those: a consumer counts its deliveries, and when
-// it has begun to count anew, no ack is remembered.
+// copies also compares the message's time in the stream: a stream that was deleted and made
+// again counts from 1 again. A first delivery of an acked message is handled: somebody has
+// made the consumer again, or has reset it, to read the stream again. Another process may
+// have got that first delivery. So when the consumer's own count of deliveries begins again,
+// copies forgets all acks.
 //
-// It is asked twice for each message, so it is a table, where an acked message is
-// remembered until another takes its place, with a map beside it for what finds its
-// place taken by an unsettled one. It is safe for concurrent use.
+// Each message needs two lookups, so copies is a table. It remembers an acked message until
+// another message takes its place. The map beside has messages whose place is taken by an
+// unsettled message. copies is safe for concurrent use.
 type copies struct {
-	prefix atomic.Pointer[string] // of the ack subjects, up to the count of deliveries
-	newer  atomic.Int64           // len(latest), so that an ack need not ask
+	prefix atomic.Pointer[string] // common start of the ack subjects, up to the count of deliveries
+	newer  atomic.Int64           // len(latest): while it is 0, of takes no lock
 
 	mu     sync.Mutex
-	top    uint64  // the latest delivery of the consumer, as it counts them
-	slack  uint64  // by how much one may come behind a later one: several pulls are open
-	table  []known // a power of two
-	shift  int     // of a hash, to its length
+	top    uint64  // number of the latest delivery, by the consumer's count
+	slack  uint64  // how far a delivery may come behind a later one, with several open pulls
+	table  []known // its length is a power of two
+	shift  int     // reduces a hash to an index of table
 	beside map[uint64]*known
-	latest map[uint64]jetstream.Msg // copies of messages that the source has
+	latest map[uint64]jetstream.Msg // latest copies of messages that the source has
 }
 
-// known is a message that was taken.
+// known is a message that this process has taken.
 type known struct {
 	seq, time uint64
 	state     uint8
@@ -58,8 +58,8 @@ const (
 // maxCopies bounds the table: 400 KB.
 const maxCopies = 1 << 14
 
-// newCopies remembers acks of three windows or so: as many copies at most are on their
-// way here when their message is acked.
+// newCopies makes a table for the acks of about three windows. At most as many copies are on
+// their way when their message is acked.
 func newCopies(window int) *copies {
 	n := bits.Len(uint(min(max(4*window, 4), maxCopies) - 1))
 	return &copies{
@@ -68,11 +68,11 @@ func newCopies(window int) *copies {
 	}
 }
 
-// placeLocked is the message's in the table: dense sequences, and those of a stride,
-// spread evenly.
+// placeLocked is the message's place in the table. Dense sequences, and sequences with a
+// stride, spread evenly.
 func (c *copies) placeLocked(seq uint64) *known { return &c.table[seq*0x9e3779b97f4a7c15>>c.shift] }
 
-// findLocked is what is known of a message, nil for nothing.
+// findLocked returns the entry of a message, nil if it is unknown.
 func (c *copies) findLocked(seq uint64) *known {
 	if k := c.placeLocked(seq); k.seq == seq && k.state != unknown {
 		return k
@@ -83,7 +83,7 @@ func (c *copies) findLocked(seq uint64) *known {
 	return c.beside[seq]
 }
 
-// take tells whether a message is new here. One that is not is dealt with.
+// take reports whether a message is new here. It acks or keeps a copy.
 func (c *copies) take(m jetstream.Msg) bool {
 	d, ok := c.read(m.Reply())
 	if !ok {
@@ -102,7 +102,7 @@ func (c *copies) take(m jetstream.Msg) bool {
 			k = new(known)
 			c.beside[d.seq] = k
 		}
-	case k.state == acked && d.first && k.time == d.time: // the consumer counts anew
+	case k.state == acked && d.first && k.time == d.time: // the consumer's count began again
 		c.forgetLocked()
 		c.top = d.number
 		c.unsetLocked(d.seq)
@@ -110,7 +110,7 @@ func (c *copies) take(m jetstream.Msg) bool {
 		c.unsetLocked(d.seq)
 	case k.state == acked:
 		c.mu.Unlock()
-		_ = m.Ack() // if it is lost, the next copy brings it
+		_ = m.Ack() // if the ack is lost, the next copy is acked
 		return false
 	default:
 		c.latest[d.seq] = m
@@ -132,7 +132,7 @@ func (c *copies) forgetLocked() {
 	}
 }
 
-// of is the latest copy of a message that the source has: usually itself.
+// of returns the latest copy of a message that the source has, usually the message itself.
 func (c *copies) of(m jetstream.Msg) jetstream.Msg {
 	if c.newer.Load() == 0 {
 		return m
@@ -149,8 +149,9 @@ func (c *copies) of(m jetstream.Msg) jetstream.Msg {
 	return m
 }
 
-// stale tells whether a message is of an earlier stream of the name, whose sequence a
-// message that is here has, too: the server would take an ack of one for the other's.
+// stale reports whether a message is from an earlier stream of the same name, and this
+// process has a message of the present stream with its sequence. The server would take an ack
+// of the first for an ack of the second.
 func (c *copies) stale(m jetstream.Msg) bool {
 	d, ok := c.read(m.Reply())
 	if !ok {
@@ -162,8 +163,8 @@ func (c *copies) stale(m jetstream.Msg) bool {
 	return k != nil && k.time != d.time
 }
 
-// settled takes note that the source is done with a message. One that could not be
-// acked is forgotten: its next copy is handled.
+// settled notes that the source is done with a message. A message whose ack failed is
+// forgotten: its next copy is handled.
 func (c *copies) settled(m jetstream.Msg, ok bool) {
 	d, known := c.read(m.Reply())
 	if !known {
@@ -173,7 +174,7 @@ func (c *copies) settled(m jetstream.Msg, ok bool) {
 	defer c.mu.Unlock()
 	k := c.findLocked(d.seq)
 	if k == nil || k.time != d.time {
-		return // of an earlier stream
+		return // the message is from an earlier stream
 	}
 	c.unsetLocked(d.seq)
 	if k.state = unknown; ok {
@@ -194,7 +195,7 @@ func (c *copies) unsetLocked(seq uint64) {
 	}
 }
 
-// read is deliveryOf: all ack subjects of a consumer begin alike.
+// read reads an ack subject. All ack subjects of a consumer begin alike.
 func (c *copies) read(reply string) (delivery, bool) {
 	if p := c.prefix.Load(); p != nil {
 		if rest, ok := strings.CutPrefix(reply, *p); ok {
@@ -209,19 +210,19 @@ func (c *copies) read(reply string) (delivery, bool) {
 	return deliveryIn(reply[len(prefix):])
 }
 
-// delivery is what an ack subject says.
+// delivery has the facts of an ack subject.
 type delivery struct {
-	seq    uint64 // in the stream
-	number uint64 // of the delivery, as the consumer counts them
-	time   uint64 // in the stream, Unix nanoseconds
-	first  bool   // no redelivery
+	seq    uint64 // sequence of the message in the stream
+	number uint64 // number of the delivery, by the consumer's count
+	time   uint64 // time of the message in the stream, Unix nanoseconds
+	first  bool   // the first delivery of the message
 }
 
-// ackPrefix is an ack subject up to the count of deliveries. They are read as
-// [jetstream.Msg.Metadata] does, without its cost:
+// ackPrefix returns the start of an ack subject, up to the count of deliveries. It reads the
+// subject as [jetstream.Msg.Metadata] does, at a lower cost:
 //
 //	$JS.ACK.<stream>.<consumer>.<deliveries>.<stream seq>.<consumer seq>.<time>.<pending>
-//	$JS.ACK.<domain>.<account>.<stream>.<consumer>.<deliveries>.… and maybe one more
+//	$JS.ACK.<domain>.<account>.<stream>.<consumer>.<deliveries>... (as above, and maybe one more)
 func ackPrefix(reply string) (prefix string, ok bool) {
 	rest, ok := strings.CutPrefix(reply, "$JS.ACK.")
 	if !ok {
@@ -240,7 +241,7 @@ func ackPrefix(reply string) (prefix string, ok bool) {
 	return reply[:len(reply)-len(rest)], true
 }
 
-// deliveryIn reads what is behind the prefix.
+// deliveryIn reads the rest of an ack subject behind the prefix.
 func deliveryIn(rest string) (d delivery, ok bool) {
 	deliveries, rest, ok1 := cutNumber(rest)
 	seq, rest, ok2 := cutNumber(rest)

@@ -27,28 +27,27 @@ type DLQConfig struct {
 	// Stream is the name of the stream.
 	Stream string
 
-	// Subject is where a dead letter goes; {stream} and {consumer} stand for
-	// where the message was. Unset means "dlq.<Stream>.{stream}.{consumer}", with
-	// the Stream above, so that two streams of dead letters do not overlap. It
-	// must have at least one literal token.
+	// Subject is the subject of a dead letter; {stream} and {consumer} stand for the stream
+	// and consumer of the message. Unset means "dlq.<Stream>.{stream}.{consumer}", with the
+	// Stream above, so that two streams of dead letters do not overlap. At least one token
+	// must be literal.
 	Subject string
 
-	// Dialect is how headers tell why a message is dead; unset means
-	// stormguard's own. Spring's values are binary and do not survive NATS
-	// headers, so it is refused.
+	// Dialect is the format of the headers that say why a message is dead; unset means
+	// stormguard's own. Spring is refused: its values are binary and do not survive NATS
+	// headers.
 	Dialect dlq.Dialect
 
-	// NoCreate refuses a stream that does not exist, with the command that
-	// creates it, instead of creating it on disk with unlimited retention.
+	// NoCreate refuses a stream that does not exist; the error has the command that creates
+	// it. Without NoCreate the stream is created, on disk and with unlimited retention.
 	NoCreate bool
 
-	// Replicas of a stream that is created, from 1 to 5; unset means 1.
+	// Replicas is the number of replicas of a new stream, 1 to 5; unset means 1.
 	Replicas int
 
-	// Duplicates is the duplicate window of a stream that is created: a dead
-	// letter that is written again within it, after a crash between write and
-	// ack, makes no twin. At least 2m; unset means 10m. A stream that exists
-	// needs 2m as well.
+	// Duplicates is the duplicate window of a new stream. A dead letter that is written
+	// again within it, after a crash between write and ack, makes no twin. At least 2m;
+	// unset means 10m. An existing stream also needs at least 2m.
 	Duplicates time.Duration
 }
 
@@ -70,7 +69,7 @@ func (c DLQConfig) withDefaults() DLQConfig {
 	return c
 }
 
-// newStream is the stream of a configuration with its defaults.
+// newStream is the configuration of a new stream. c must have its defaults.
 func (c DLQConfig) newStream() jetstream.StreamConfig {
 	return jetstream.StreamConfig{
 		Name: c.Stream, Subjects: []string{wildcard(c.Subject)},
@@ -78,7 +77,7 @@ func (c DLQConfig) newStream() jetstream.StreamConfig {
 	}
 }
 
-// Validate reports everything wrong at once.
+// Validate reports all wrong fields in one error.
 func (c DLQConfig) Validate() error {
 	d := c.withDefaults()
 	var errs []error
@@ -108,23 +107,25 @@ func (c DLQConfig) Validate() error {
 
 var placeholders = strings.NewReplacer("{stream}", "*", "{consumer}", "*")
 
-// wildcard is the subject that takes every dead letter of a template.
+// wildcard is the subject that matches every dead letter of a template.
 func wildcard(subject string) string { return placeholders.Replace(subject) }
 
-// DLQ writes dead letters to a stream. It is a [dlq.Writer], and safe for
-// concurrent use. Each write costs a round trip; it returns nil once the stream
-// has acknowledged. While the connection is down it waits for it. How durable a write
-// is, is the server's sync_interval to say: by default an acknowledged write survives
-// a kill, but not a loss of power.
+// DLQ writes dead letters to a stream. It is a [dlq.Writer], and safe for concurrent use.
+// Each write costs a round trip, and returns nil after the stream has acknowledged it. While
+// the connection is down, a write waits. The server's sync_interval decides how durable a
+// write is: by default an acknowledged write survives a kill, but not a loss of power.
 //
-// A dead letter has the message's body and headers (without Nats-*, which
-// JetStream would obey), and those of the dialect. A header whose name nats.go does not send
-// is "kept-" and the name, with %XX for each byte of it that is not allowed. Its Nats-Msg-Id
-// is the [dlq.Record.ID] and the time of the message in its stream: a stream that was made
-// anew counts from 1 again, and so does one of the same name in another domain.
+// A dead letter has the body and headers of the message and the headers of the dialect. It
+// has no Nats-* headers of the message, since JetStream would obey them. If nats.go does not
+// send a header's name, the letter has "kept-" and the name, with %XX for each byte that is
+// not allowed.
 //
-// It logs to the logger of the first source or [Mover] that has one, else to
-// [slog.Default]: at WARN, once for each source, that a body was cut; see [DLQ.Write].
+// Its Nats-Msg-Id is the [dlq.Record.ID] and the time of the message in its stream. The time
+// is needed since sequences are not unique: a stream that was deleted and made again counts
+// from 1, and so does a stream of the same name in another domain.
+//
+// A DLQ logs at WARN, once for each source, that a body was cut; see [DLQ.Write]. It uses the
+// logger of the first source or [Mover] that has one, else [slog.Default].
 type DLQ struct {
 	js   jetstream.JetStream
 	cfg  DLQConfig
@@ -133,10 +134,9 @@ type DLQ struct {
 
 var _ dlq.Writer = (*DLQ)(nil)
 
-// NewDLQ creates the stream of dead letters, or checks the one that is there:
-// it must take the subject, confirm and keep what it gets, and recognise twins
-// for at least 2 minutes. What is wrong is an [ErrUnsuitable] that names the
-// command that mends it.
+// NewDLQ creates the stream of dead letters, or checks the existing one. That stream must take
+// the subject, confirm and keep its messages, and recognise twins for at least 2 minutes.
+// Otherwise the error is an [ErrUnsuitable] with the command that corrects it.
 func NewDLQ(ctx context.Context, js jetstream.JetStream, cfg DLQConfig) (*DLQ, error) {
 	if js == nil {
 		return nil, errors.New("nats: NewDLQ: the JetStream must not be nil")
@@ -151,7 +151,7 @@ func NewDLQ(ctx context.Context, js jetstream.JetStream, cfg DLQConfig) (*DLQ, e
 	return &DLQ{js: js, cfg: cfg, cuts: new(cuts)}, nil
 }
 
-// ensureStream creates a stream or checks that the one of that name will do.
+// ensureStream creates a stream, or checks that the existing one of that name is suitable.
 func ensureStream(ctx context.Context, js jetstream.JetStream, want jetstream.StreamConfig, noCreate bool) (jetstream.Stream, error) {
 	s, err := js.Stream(ctx, want.Name)
 	if errors.Is(err, jetstream.ErrStreamNotFound) {
@@ -184,7 +184,7 @@ func ensureStream(ctx context.Context, js jetstream.JetStream, want jetstream.St
 	if c.NoAck {
 		errs = append(errs, unsuitable("stream %s: does not acknowledge, so nothing is confirmed: nats stream edit %s --ack", c.Name, c.Name))
 	}
-	keeps := want.Discard == jetstream.DiscardNew // what is confirmed there; nobody confirms an advisory
+	keeps := want.Discard == jetstream.DiscardNew // keeps confirmed messages; nobody confirms an advisory
 	if keeps && dropsOldest(&c) {
 		errs = append(errs, unsuitable("stream %s: at its limit it drops the oldest, though it was confirmed: nats stream edit %s --discard new", c.Name, c.Name))
 	}
@@ -198,18 +198,18 @@ func ensureStream(ctx context.Context, js jetstream.JetStream, want jetstream.St
 	return s, errors.Join(errs...)
 }
 
-// dropsOldest tells whether a stream at its limit makes room for a new message.
+// dropsOldest reports whether a stream at its limit drops an old message for a new one.
 func dropsOldest(c *jetstream.StreamConfig) bool {
 	return c.Discard == jetstream.DiscardOld && (c.MaxMsgs > 0 || c.MaxBytes > 0)
 }
 
-// dropsOfSubject tells whether it does so for the messages of one subject.
+// dropsOfSubject reports whether a stream at the limit of one subject drops an old message of it.
 func dropsOfSubject(c *jetstream.StreamConfig) bool {
 	return c.MaxMsgsPerSubject > 0 && !(c.Discard == jetstream.DiscardNew && c.DiscardNewPerSubject)
 }
 
-// overlaps is the stream that has subjects of want's already; empty if that is not
-// what err says.
+// overlaps returns the stream that already has a subject of want; "" if err does not say that
+// subjects overlap.
 func overlaps(ctx context.Context, js jetstream.JetStream, want *jetstream.StreamConfig, err error) string {
 	if api, ok := errors.AsType[*jetstream.APIError](err); !ok || api.ErrorCode != subjectsOverlap {
 		return ""
@@ -222,7 +222,7 @@ func overlaps(ctx context.Context, js jetstream.JetStream, want *jetstream.Strea
 	return ""
 }
 
-// addCommand creates the stream by hand.
+// addCommand is the command that creates the stream.
 func addCommand(c *jetstream.StreamConfig) string {
 	retention := "limits"
 	if c.Retention == jetstream.WorkQueuePolicy {
@@ -232,7 +232,7 @@ func addCommand(c *jetstream.StreamConfig) string {
 		c.Name, strings.Join(c.Subjects, ","), retention, max(1, c.Replicas), c.Duplicates)
 }
 
-// covered tells whether one of the patterns takes all that subject takes.
+// covered reports whether one of the patterns matches everything that subject matches.
 func covered(subject string, patterns []string) bool {
 	want := strings.Split(subject, ".")
 	for _, pattern := range patterns {
@@ -252,19 +252,18 @@ func covered(subject string, patterns []string) bool {
 	return false
 }
 
-// headerTrimmed is in a dead letter whose body was cut to make room for the headers
-// that say why it is dead: "body: 1048000 of 1048576 bytes, 576 cut".
+// headerTrimmed is a header of a dead letter whose body was cut to make room for the headers
+// that say why it is dead. Example: "body: 1048000 of 1048576 bytes, 576 cut".
 const headerTrimmed = "Dead-Letter-Trimmed"
 
-// Write publishes the dead letter and waits for the stream's answer. A record
-// over the server's max_payload or the stream's limit is a
-// [*dlq.TooLargeError]; a subject that no stream takes is a [dlq.ErrRefused].
+// Write publishes the dead letter and waits for the stream's answer. A record over the
+// server's max_payload or the stream's limit is a [*dlq.TooLargeError]. A subject that no
+// stream takes is a [dlq.ErrRefused].
 //
-// A message that fits by itself, but leaves no room for what a trimmed record still
-// says, loses the end of its body, and has the header Dead-Letter-Trimmed, which says
-// how much: otherwise it could never be written. Only the message's own stream has the
-// whole body then, as long as it keeps the message; after the ack a work-queue or
-// interest stream does not.
+// If a message fits by itself, but not with the headers of a trimmed record, Write cuts the
+// end of its body: otherwise it could never be written. The header Dead-Letter-Trimmed says
+// how much is cut. Only the message's own stream then has the whole body, as long as it keeps
+// the message. A work-queue or interest stream drops the message after the ack.
 func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	m := d.message(r)
 	err := d.publish(ctx, m, letterID(r))
@@ -278,8 +277,8 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	return err
 }
 
-// letterID tells a letter from all others. A guard and a [Mover] have the same time of a
-// message.
+// letterID is the unique id of a letter. A guard and a [Mover] use the same time of a message,
+// and so the same id.
 func letterID(r *dlq.Record) string {
 	id := r.ID()
 	if id == "" || r.Origin.Sequence == 0 || r.Timestamp.IsZero() {
@@ -288,7 +287,7 @@ func letterID(r *dlq.Record) string {
 	return id + "@" + strconv.FormatInt(r.Timestamp.UnixNano(), 10)
 }
 
-// raise is what makes room for a whole dead letter.
+// raise names the setting to raise so that a whole dead letter fits.
 func (d *DLQ) raise(large *dlq.TooLargeError) string {
 	if errors.Is(large.Err, nats.ErrMaxPayload) {
 		return "max_payload in the server's configuration"
@@ -296,10 +295,10 @@ func (d *DLQ) raise(large *dlq.TooLargeError) string {
 	return "nats stream edit " + d.cfg.Stream + " --max-msg-size"
 }
 
-// cutBody cuts the body of a message that is too large by what the record adds to it,
-// and returns how long the body was; 0 if it leaves it. It leaves a record alone that
-// can be trimmed yet, and a message that would not fit by itself: somebody has to raise
-// the limit.
+// cutBody cuts the body of a message that is too large only because of the record's headers.
+// It returns the length of the body before, or 0 if it cuts nothing. It does not cut if the
+// record can still be trimmed, or if the message would not fit by itself: then somebody has
+// to raise the limit.
 func cutBody(m *nats.Msg, r *dlq.Record, large *dlq.TooLargeError) (size int) {
 	least := *r
 	least.Trim(0)
@@ -312,10 +311,10 @@ func cutBody(m *nats.Msg, r *dlq.Record, large *dlq.TooLargeError) (size int) {
 		before.Header[name] = append(before.Header[name], headerText(h.Value))
 	}
 	size = len(r.Body)
-	if was := before.Header.Get(headerTrimmed); was != "" { // by the Mover, on its way here
+	if was := before.Header.Get(headerTrimmed); was != "" { // a Mover cut the body before
 		_, _ = fmt.Sscanf(was, trimmedText, new(int), &size, new(int))
 	}
-	m.Header.Set(headerTrimmed, fmt.Sprintf(trimmedText, size, size, size)) // as long as it gets
+	m.Header.Set(headerTrimmed, fmt.Sprintf(trimmedText, size, size, size)) // the longest possible text
 	over := wireSize(m) - large.Max
 	if wireSize(before) > large.Max || over <= 0 || over > len(m.Data) {
 		return 0
@@ -327,14 +326,13 @@ func cutBody(m *nats.Msg, r *dlq.Record, large *dlq.TooLargeError) (size int) {
 
 const trimmedText = "body: %d of %d bytes, %d cut"
 
-// cuts tells of bodies that were cut, once for each source. It is safe for concurrent
-// use.
+// cuts logs that a body was cut, once for each source. It is safe for concurrent use.
 type cuts struct {
-	log  atomic.Pointer[slog.Logger] // the first that was given; nil for none
-	said sync.Map                    // sources
+	log  atomic.Pointer[slog.Logger] // the first logger that was given; nil for none
+	said sync.Map                    // sources that were logged
 }
 
-// inherit is the logger of one that has none.
+// inherit sets the logger, if there is none yet.
 func (c *cuts) inherit(log *slog.Logger) { c.log.CompareAndSwap(nil, log) }
 
 func (c *cuts) warn(from *dlq.Origin, size, cut int, raise string) {
@@ -351,9 +349,9 @@ func (c *cuts) warn(from *dlq.Origin, size, cut int, raise string) {
 		"means", "the end is lost once the message's own stream drops it; a work-queue or interest stream does so with the ack")
 }
 
-// connected waits until the connection is, or is closed for good. What is published before
-// takes room in the client's buffer, which acks need, and is sent later, also if the caller
-// was told that it is not written.
+// connected waits until the connection is connected, or closed for good. A letter published
+// before would take room in the client's buffer, which acks need. It would also be sent later,
+// after the caller was told that it is not written.
 func (d *DLQ) connected(ctx context.Context) error {
 	conn := d.js.Conn()
 	for status := conn.Status(); !conn.IsConnected() && !conn.IsClosed(); status = conn.Status() {
@@ -371,13 +369,13 @@ func (d *DLQ) publish(ctx context.Context, m *nats.Msg, id string) error {
 	opts := []jetstream.PublishOpt{jetstream.WithExpectStream(d.cfg.Stream)}
 	publish := func(ctx context.Context) (*jetstream.PubAck, error) { return d.js.PublishMsg(ctx, m, opts...) }
 	var err error
-	if id == "" { // sent once: nothing would recognise its twin
+	if id == "" { // sent only once, since the server could not recognise a twin
 		if err = d.connected(ctx); err == nil {
 			_, err = publish(ctx)
 		}
 	} else {
-		// A broken connection loses the letter or the answer without a word, so it is sent
-		// again. The server recognises it by its id.
+		// A broken connection loses the letter or the answer without an error, so the letter is
+		// sent again. The server recognises it by its id.
 		opts = append(opts, jetstream.WithMsgID(id))
 		_, err = ask(ctx, func(ctx context.Context) (*jetstream.PubAck, error) {
 			if err := d.connected(ctx); err != nil {
@@ -385,7 +383,7 @@ func (d *DLQ) publish(ctx context.Context, m *nats.Msg, id string) error {
 			}
 			ack, err := publish(ctx)
 			if code, ok := errors.AsType[*jetstream.APIError](err); ok && code.ErrorCode == inProcess {
-				<-ctx.Done() // the first one's answer is not there yet, and the next try gets it
+				<-ctx.Done() // the first write is not finished yet; the next try gets its answer
 				return nil, ctx.Err()
 			}
 			return ack, err
@@ -417,7 +415,7 @@ const (
 	inProcess       jetstream.ErrorCode = 10158 // a message of this id is being written
 )
 
-// streamMax is the stream's limit of a message's size, 0 if it cannot be asked.
+// streamMax is the stream's limit of a message's size, 0 if there is no limit or no answer.
 func (d *DLQ) streamMax(ctx context.Context) int {
 	s, err := d.js.Stream(ctx, d.cfg.Stream)
 	if err != nil {
@@ -439,8 +437,8 @@ func (d *DLQ) message(r *dlq.Record) *nats.Msg {
 	return m
 }
 
-// headerName is a name that nats.go sends: it reads any, and refuses to write some, and with
-// one of those no letter would ever be written.
+// headerName returns a header name that nats.go sends. nats.go reads any name but refuses to
+// write some: a letter with such a name could never be written.
 func headerName(name string) string {
 	bad := func(c byte) bool { return c <= ' ' || c >= 0x7f || strings.IndexByte("\"(),/:;<=>?@[\\]{}", c) >= 0 }
 	if name != "" && !strings.ContainsFunc(name, func(r rune) bool { return r >= 0x7f || bad(byte(r)) }) {
@@ -458,7 +456,7 @@ func headerName(name string) string {
 	return b.String()
 }
 
-// subject fills the template; a part that is unknown is "-".
+// subject fills the template. An unknown part becomes "-".
 func (d *DLQ) subject(r *dlq.Record) string {
 	token := func(s string) string {
 		if s == "" {
@@ -469,8 +467,8 @@ func (d *DLQ) subject(r *dlq.Record) string {
 	return strings.NewReplacer("{stream}", token(r.Origin.Source), "{consumer}", token(r.Origin.Group)).Replace(d.cfg.Subject)
 }
 
-// keyHeader has the key of a dead letter from elsewhere, such as of a held HTTP request, in
-// base64: NATS has no place for a key.
+// keyHeader is the header for the key, in base64, of a dead letter from elsewhere, such as a
+// held HTTP request: NATS messages have no key.
 const keyHeader = "X-Stormguard-Message-Key"
 
 func headerText(v any) string {
@@ -487,7 +485,7 @@ func headerText(v any) string {
 	return fmt.Sprint(v)
 }
 
-// wireSize is headers and body, as the server counts them.
+// wireSize is the size of headers and body, as the server counts them.
 func wireSize(m *nats.Msg) int {
 	n := len(m.Data)
 	if len(m.Header) > 0 {
@@ -501,11 +499,9 @@ func wireSize(m *nats.Msg) int {
 	return n
 }
 
-// ReadDeadLetter reads a dead letter, in whatever dialect it was written, from
-// a message of a DLQ. Where no dialect is recognised, the origin is that of the
-// message itself. The record shares the message's body. err joins a
-// an error for each header that cannot be read; the rest is decoded
-// all the same.
+// ReadDeadLetter reads a dead letter of any dialect from a message of a DLQ. If it recognises
+// no dialect, the origin is that of the message itself. The record shares the message's body.
+// The error joins an error for each header that cannot be read; all other headers are decoded.
 func ReadDeadLetter(m jetstream.Msg) (dlq.Record, error) {
 	header := maps.Clone(m.Headers())
 	var key []byte

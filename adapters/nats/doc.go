@@ -3,37 +3,40 @@
 
 // Package guardnats guards JetStream consumers.
 //
-// [Consume] is the shape to choose: it owns the reader, so everything it took
-// from the server is kept alive, handed to a plain function, and acked, retried,
-// held or dead-lettered as package guard decides. [WrapConsumer] keeps the loop
-// of a program that already calls a [jetstream.Consumer]; its comment lists what
-// that shape cannot do.
+// Use [Consume] if you can. It owns the reader: it keeps every message from the server
+// alive, hands it to a plain function, and acks, retries, holds or dead-letters it as
+// package guard decides. [WrapConsumer] is for a program that already calls a
+// [jetstream.Consumer] in its own loop; its comment lists the limits of that shape.
 //
-// JetStream has no dead-letter queue. [NewDLQ] makes one of a stream, and
-// [NewMover] brings the messages to it that the server itself has given up on.
-// Consume works it off at a rate ([WithLimiter]), and not at all while the breaker of
-// what it works with is open. [ReadDeadLetter] reads a letter. What fails here needs a
-// place too: [WithDeadLetters] with another stream. Without it a letter that keeps failing
-// waits, and unless the policy's order is none, those behind it wait as well.
+// JetStream has no dead-letter queue. [NewDLQ] uses a stream as one, and [NewMover] brings
+// messages there that the server itself has given up on. [ReadDeadLetter] reads a letter.
+//
+// To work off dead letters, guard their stream with Consume: at a rate ([WithLimiter]), and
+// with a pause while the breaker of the dependency is open. A letter that fails there again
+// needs another stream, set with [WithDeadLetters]. Without it such a letter waits, and the
+// letters behind it wait as well, unless the policy's order is none.
 //
 // # What the consumer should be
 //
-// A durable pull consumer with explicit acks. MaxAckPending is shared by all
-// instances: one that holds takes one and a half windows out of it, so with
-// several instances set [WithWindow] to a part of it. A MaxDeliver is best left
-// out (-1): the guard's own attempts end a message, and every nak, crash and
-// missed keep-alive counts as a delivery. After a failure at the last delivery the
-// message's attempts count as used up. The connection needs nats.MaxReconnects(-1),
-// nats.IgnoreAuthErrorAbort(), a nats.PingInterval of 10s and a nats.FlusherTimeout of 5s;
-// a line at WARN names those that are missing.
+// A durable pull consumer with explicit acks, and without a MaxDeliver (-1): the guard's own
+// attempts end a message. Every nak, crash and missed keep-alive counts as a delivery. If a
+// message fails at its last delivery, its attempts count as used up.
+//
+// All instances share MaxAckPending. An instance on hold uses one and a half windows of it,
+// so with several instances set [WithWindow] to a part of it.
+//
+// The connection needs nats.MaxReconnects(-1), nats.IgnoreAuthErrorAbort(), a
+// nats.PingInterval of 10s and a nats.FlusherTimeout of 5s. A line at WARN names missing
+// options.
 //
 // # What happens when
 //
-// A server restarts, or the connection breaks: acks are buffered by the client
-// and sent after it is back; what could not be kept alive is delivered again, and
-// handled once if this process still has it, or has just acked it. The
-// consumer is deleted: [ErrConsumerGone]. The stream of dead letters is down:
-// nothing that should go there is acked; it waits. The process is killed: what
-// was not acked comes back after the AckWait, at most what was being handled and
-// the acks in the client's buffer twice.
+//   - A server restarts, or the connection breaks: the client keeps acks and sends them after
+//     the reconnect. The server redelivers messages that could not be kept alive. This
+//     process does not handle such a copy if it still has the message or has just acked it.
+//   - The consumer is deleted: Consume returns [ErrConsumerGone].
+//   - The stream of dead letters is down: messages that should go there wait unacked.
+//   - The process is killed: unacked messages come back after the AckWait. At most the
+//     messages in a handler, and those whose acks were in the client's buffer, are handled
+//     twice.
 package guardnats

@@ -15,23 +15,23 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// Target is what [Inspect] looks at.
+// Target names the streams and consumer that [Inspect] checks, and the limits to check.
 type Target struct {
-	// Stream and Consumer are those that are guarded.
+	// Stream and Consumer name the guarded consumer and its stream.
 	Stream, Consumer string
 
-	// DLQ is the stream of dead letters; unset means that there is none to check.
+	// DLQ is the stream of dead letters; unset means that no such stream is checked.
 	DLQ string
 
-	// Policy is the guard's; its zero value means the defaults.
+	// Policy is the guard's policy; the zero value means the defaults.
 	Policy guard.Policy
 
-	// Hold is the longest outage, of the dependency or of all consumers, that
-	// must lose nothing. Unset means 1h; not below 0.
+	// Hold is the longest outage, of the dependency or of all consumers, that must not
+	// lose a message. Unset means 1h; not below 0.
 	Hold time.Duration
 
-	// HandlerTime is the longest that one message may be handled. Unset means
-	// Policy.Timeout, with its default of 30s; not below 0.
+	// HandlerTime is the longest time to handle one message. Unset means Policy.Timeout,
+	// with its default of 30s; not below 0.
 	HandlerTime time.Duration
 }
 
@@ -52,9 +52,9 @@ func (t Target) validate() error {
 	return errors.Join(append(errs, t.Policy.Validate())...)
 }
 
-// Inspect looks for settings of a consumer and its streams that would lose,
-// repeat or delay messages. It changes nothing, and costs four requests at most.
-// The error says why it could not look.
+// Inspect looks for settings of a consumer and its streams that would lose, repeat or delay
+// messages. It changes nothing, and costs at most four requests. An error means that it could
+// not look, and says why.
 func Inspect(ctx context.Context, js jetstream.JetStream, t Target) ([]guard.Finding, error) {
 	if err := t.validate(); err != nil {
 		return nil, err
@@ -100,7 +100,7 @@ func Inspect(ctx context.Context, js jetstream.JetStream, t Target) ([]guard.Fin
 	return i.findings, nil
 }
 
-// maxDeliveriesSubject is where the server tells of a message that it will not
+// maxDeliveriesSubject is the subject on which the server reports a message that it will not
 // deliver again.
 const maxDeliveriesSubject = "$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.%s.%s"
 
@@ -115,7 +115,7 @@ func (i *inspection) add(s guard.Severity, where, fix, what string, args ...any)
 
 func (i *inspection) consumerName() string { return "consumer " + i.Stream + "/" + i.Consumer }
 
-// source looks at the stream, which keeps what is held.
+// source checks the stream, which keeps the held messages.
 func (i *inspection) source(info *jetstream.StreamInfo) {
 	c, where := info.Config, "stream "+i.Stream
 	if c.MaxAge > 0 && c.MaxAge < i.Hold {
@@ -130,7 +130,8 @@ func (i *inspection) source(info *jetstream.StreamInfo) {
 	}
 }
 
-// drops says at which limits a stream drops its oldest messages, and what ends that.
+// drops returns the limits at which a stream drops its oldest messages, and the command that
+// prevents it.
 func drops(c *jetstream.StreamConfig) (limits, fix string) {
 	fix = "nats stream edit " + c.Name
 	if dropsOldest(c) {
@@ -147,7 +148,7 @@ func drops(c *jetstream.StreamConfig) (limits, fix string) {
 	return limits, fix
 }
 
-// consumer looks at what decides about deliveries. replicas are the stream's.
+// consumer checks the consumer's settings for deliveries. replicas is the stream's setting.
 func (i *inspection) consumer(c jetstream.ConsumerConfig, replicas int) {
 	where := i.consumerName()
 	edit := fmt.Sprintf("nats consumer edit %s %s ", i.Stream, i.Consumer)
@@ -192,10 +193,10 @@ func (i *inspection) consumer(c jetstream.ConsumerConfig, replicas int) {
 	}
 }
 
-// minMaxDeliver leaves room for a few restarts beside a crashing handler.
+// minMaxDeliver leaves room for a few restarts in addition to crashes of a handler.
 const minMaxDeliver = 5
 
-// dlq looks at the stream of dead letters.
+// dlq checks the stream of dead letters.
 func (i *inspection) dlq(c, source jetstream.StreamConfig) {
 	where := "stream " + i.DLQ
 	if c.Storage == jetstream.MemoryStorage {

@@ -18,29 +18,29 @@ import (
 )
 
 const (
-	// pullExpiry and pullHeartbeat bound a stall: nats.go waits for messages while
-	// the server knows of no pull, since the request was lost, or since nats.go
-	// left it out while another was being written. Two missing heartbeats make it
-	// pull again, so after 2s instead of its default of 30, and report
-	// jetstream.ErrNoHeartbeat, upon which examine looks at the consumer.
+	// pullExpiry and pullHeartbeat bound a stall. nats.go may wait for messages although
+	// the server has no pull request: the request was lost, or nats.go left it out while
+	// it wrote another. After two missing heartbeats nats.go pulls again: after 2s, not
+	// after its default of 30s. It also reports jetstream.ErrNoHeartbeat, and then examine
+	// asks for the consumer.
 	pullExpiry    = 10 * time.Second
 	pullHeartbeat = time.Second
 	// maxPull is nats.go's own default.
 	maxPull = 500
-	// pullBytes is what a pull request may bring. nats.go keeps 64 MiB of a pull and
-	// drops what is above that, in the middle of the others. Two requests may be
-	// under way, and a third right after a reconnect.
+	// pullBytes is the most bytes of a pull request. nats.go buffers 64 MiB of a pull and
+	// drops messages above that, in the middle of the others. Two requests may be open at
+	// once, and a third after a reconnect.
 	pullBytes = 16 << 20
-	// frameBytes is what the server counts of a message beside its payload: two
+	// frameBytes is the size that the server counts in addition to a message's payload: two
 	// subjects.
 	frameBytes = 8 << 10
-	// infoTimeout bounds one look at the consumer.
+	// infoTimeout bounds one request for the consumer's info.
 	infoTimeout = 5 * time.Second
-	// lagTimeout bounds the question for the lag: room that comes waits as long.
+	// lagTimeout bounds the request for the lag. New room is not used during the request.
 	lagTimeout = time.Second
 	// settleTime is how long a server may take to answer the last request.
 	settleTime = 100 * time.Millisecond
-	// drainTimeout bounds the wait for what is in the client's buffer.
+	// drainTimeout bounds the wait for the messages in the client's buffer.
 	drainTimeout = 15 * time.Second
 )
 
@@ -48,12 +48,11 @@ const (
 // While a pull is open it runs on two goroutines: nats.go's own, which calls
 // take, and Consume's, which calls run.
 //
-// nats.go cannot extend what waits in its buffer. So when the feed was full for
-// a sixth of the AckWait while the buffer turned over once, or the source has no
-// room, the pull is drained:
-// no request is open then, and what was in the buffer is in the stash, which
-// Port.Extend keeps alive. The next pull opens when the stash is empty and the
-// source has room.
+// nats.go cannot extend messages in its buffer. So the intake drains the pull if the source
+// has no room, or if the feed was full for AckWait/6 in all while the buffer turned over
+// once. After the drain no request is open, and the messages of the buffer are in the stash,
+// which Port.Extend keeps alive. The next pull opens when the stash is empty and the source
+// has room.
 //
 // Lock order: mu, then the feed's. The feed never waits under mu.
 type intake struct {
@@ -61,45 +60,45 @@ type intake struct {
 	feed     *guard.Feed[jetstream.Msg]
 	log      *slog.Logger
 	name     string
-	batch    int           // messages a pull may have outstanding
-	expiry   time.Duration // of a pull request
+	batch    int           // most messages that a pull may have outstanding
+	expiry   time.Duration // expiry of a pull request
 	patience time.Duration // how long the feed may be full, in all, before the pull is drained
-	port     *msgPort      // tells which messages are new
-	conn     *nats.Conn    // the consumer's; nil where it is not known
+	port     *msgPort      // knows which messages are new
+	conn     *nats.Conn    // connection of the consumer; nil if unknown
 	most     int           // the consumer's MaxRequestMaxBytes; 0 for none
-	lagEvery time.Duration // while there is no room
+	lagEvery time.Duration // time between two requests for the lag, while there is no room
 
 	mu       sync.Mutex
-	stash    []jetstream.Msg // taken from the server, not yet in the feed; oldest first
-	draining bool            // no wait in take: the pull ends
-	blocked  time.Duration   // how long the feed was full since nats.go's buffer turned over
-	flow     int             // messages since that found room at once
+	stash    []jetstream.Msg // messages from the server that are not yet in the feed; oldest first
+	draining bool            // the pull ends: take does not wait for room
+	blocked  time.Duration   // how long the feed was full since nats.go's buffer last turned over
+	flow     int             // messages in a row that found room at once
 	room     bool            // the source wants messages
 	stop     context.CancelFunc
 	pull     context.Context //nolint:containedctx // ends the wait in take
 	gate     chan struct{}   // closed when take may return from a pull that ends
-	drain    chan struct{}   // holds a token when the pull is to be drained; capacity 1
-	more     chan struct{}   // holds a token when room may have come; capacity 1
+	drain    chan struct{}   // holds a token when the pull must be drained; capacity 1
+	more     chan struct{}   // holds a token when the source may have room again; capacity 1
 	trouble  chan error      // the latest error of the pull; capacity 1
 }
 
-// ended is a context that is over: with it Feed.Put does not wait.
+// ended is a context that has ended: with it Feed.Put does not wait.
 var ended = func() context.Context {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
 	return ctx
 }()
 
-// take is nats.go's callback. While it does not return nats.go asks for no more,
-// which is how a pull comes to its end before it is drained.
+// take is nats.go's callback. Until it returns, nats.go requests no more messages, so that a
+// pull comes to its end before it is drained.
 func (in *intake) take(m jetstream.Msg) {
 	if gate := in.place(m); gate != nil {
 		<-gate
 	}
 }
 
-// place puts a message into the feed or the stash. It returns what to wait for
-// before nats.go may go on, nil for nothing.
+// place puts a message into the feed or the stash. It returns a channel that take must wait
+// for, or nil.
 func (in *intake) place(m jetstream.Msg) (gate <-chan struct{}) {
 	isNew := in.port.took(m)
 	in.mu.Lock()
@@ -148,7 +147,7 @@ func (in *intake) place(m jetstream.Msg) (gate <-chan struct{}) {
 	return gate
 }
 
-// dropLocked takes the oldest n messages out of the stash.
+// dropLocked removes the oldest n messages from the stash.
 func (in *intake) dropLocked(n int) {
 	left := copy(in.stash, in.stash[n:])
 	clear(in.stash[left:])
@@ -167,7 +166,7 @@ func (in *intake) drainLocked() {
 	token(in.drain)
 }
 
-// demand takes the source's word about room.
+// demand notes whether the source has room.
 func (in *intake) demand(n int) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
@@ -179,15 +178,15 @@ func (in *intake) demand(n int) {
 	}
 }
 
-// waiting appends what is in the stash to dst.
+// waiting appends the messages of the stash to dst.
 func (in *intake) waiting(dst []jetstream.Msg) []jetstream.Msg {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	return append(dst, in.stash...)
 }
 
-// run pulls until ctx ends (nil) or the consumer is gone for good. What it has
-// taken and not handed over stays in the stash.
+// run pulls until ctx or the source ends (then it returns nil), or the pull fails for good, for
+// example because the consumer is gone. Messages that it has not handed over stay in the stash.
 func (in *intake) run(ctx context.Context) error {
 	for {
 		if !in.awaitRoom(ctx) {
@@ -199,8 +198,9 @@ func (in *intake) run(ctx context.Context) error {
 	}
 }
 
-// awaitRoom moves the stash to the feed and waits until the source has room;
-// false when ctx ends first. Nothing is delivered meanwhile, so it asks for the lag.
+// awaitRoom moves the stash to the feed and waits until the source has room. It returns false
+// if ctx ends first, or if the feed is closed. Nothing is delivered meanwhile, so it asks the
+// server for the lag.
 func (in *intake) awaitRoom(ctx context.Context) bool {
 	look := time.Now().Add(in.lagEvery)
 	for ctx.Err() == nil {
@@ -243,8 +243,8 @@ func (in *intake) awaitRoom(ctx context.Context) bool {
 	return false
 }
 
-// askLag asks the server how many messages are behind, and keeps the last answer where there is
-// none.
+// askLag asks the server how many messages are behind. Without an answer the previous one
+// stays.
 func (in *intake) askLag(ctx context.Context) {
 	if in.conn != nil && !in.conn.IsConnected() {
 		return
@@ -256,7 +256,7 @@ func (in *intake) askLag(ctx context.Context) {
 	}
 }
 
-// once opens a pull and sees it through. nil means that another may follow.
+// once opens a pull and waits for its end. It returns nil if another pull may follow.
 func (in *intake) once(ctx context.Context) error {
 	in.mu.Lock()
 	in.draining, in.blocked, in.flow = false, 0, 0
@@ -268,7 +268,7 @@ func (in *intake) once(ctx context.Context) error {
 	case <-in.drain:
 	default:
 	}
-	if !in.room { // it went since awaitRoom looked
+	if !in.room { // the room is gone since awaitRoom returned
 		in.mu.Unlock()
 		return nil
 	}
@@ -333,8 +333,8 @@ func (in *intake) once(ctx context.Context) error {
 	}
 }
 
-// connected waits while there is no connection. A pull that is opened then asks each few
-// seconds, and the server answers all of it at once when it is back.
+// connected waits until there is a connection. A pull without a connection would send a
+// request every few seconds, and the server would answer all of them when it is back.
 func (in *intake) connected(ctx context.Context) error {
 	if in.conn == nil {
 		return nil
@@ -356,15 +356,15 @@ func (in *intake) connected(ctx context.Context) error {
 
 const connectedPoll = 50 * time.Millisecond
 
-// connectionEnded tells whether an error says that the connection is over for good.
+// connectionEnded reports whether an error says that the connection has ended for good.
 func connectionEnded(err error) bool {
 	return errors.Is(err, jetstream.ErrConnectionClosed) || errors.Is(err, nats.ErrConnectionClosed) || errors.Is(err, nats.ErrConnectionDraining)
 }
 
-// bytes is what a pull request may bring, 0 for no limit. A message above it would
-// never come: the server refuses it to each request, and nats.go asks again without
-// end. So there is none where the largest message is not known, or the consumer
-// allows no request that is as large.
+// bytes is the byte limit of a pull request, 0 for no limit. A message above the limit would
+// never come: the server refuses it to each request, and nats.go asks again without end. So
+// there is no limit if the largest message is unknown, or if the consumer does not allow a
+// request as large.
 func (in *intake) bytes() int {
 	if in.conn == nil {
 		return 0
@@ -389,12 +389,11 @@ func (in *intake) open() {
 	}
 }
 
-// finish drains the pull: what is in nats.go's buffer comes to take.
+// finish drains the pull: take gets the messages of nats.go's buffer.
 //
-// It begins with a moment in which take does not return, so that no further
-// request goes out and the server answers the one that is open. Messages that
-// are on their way inside the server when the subscription ends are lost to us,
-// and come again only after their AckWait.
+// First take does not return for a moment, so that nats.go sends no further request, and the
+// server answers the open one. Messages that are on their way inside the server when the
+// subscription ends do not arrive, and come again only after their AckWait.
 func (in *intake) finish(cc jetstream.ConsumeContext, closed <-chan struct{}) {
 	timer := time.NewTimer(min(settleTime, in.patience))
 	defer timer.Stop()
@@ -412,9 +411,9 @@ func (in *intake) finish(cc jetstream.ConsumeContext, closed <-chan struct{}) {
 	}
 }
 
-// abandon ends a pull whose connection is lost: nats.go would ask on and on, into its buffer.
-// What it has taken in already comes to take. It does not drain: a subscription that drains is
-// there again after a reconnect, and what the server gives it then is given to nobody.
+// abandon ends a pull whose connection is lost: nats.go would write request after request into
+// its buffer. take gets the messages that nats.go already has. abandon does not drain, since
+// a draining subscription exists again after a reconnect, and nobody would get its messages.
 func (in *intake) abandon(cc jetstream.ConsumeContext, closed <-chan struct{}) {
 	in.open()
 	timer := time.NewTimer(min(settleTime, in.patience))
@@ -432,7 +431,7 @@ func (in *intake) abandon(cc jetstream.ConsumeContext, closed <-chan struct{}) {
 	}
 }
 
-// pause keeps a pull that cannot be opened from being tried without end.
+// pause waits 1s before the next try of a pull, so that failed tries do not spin.
 func (in *intake) pause(ctx context.Context, why error) error {
 	if why != nil {
 		in.log.Warn("pull", "source", in.name, "error", why)
@@ -446,7 +445,7 @@ func (in *intake) pause(ctx context.Context, why error) error {
 	return nil
 }
 
-// report keeps an error of the pull for run.
+// report keeps the latest error of the pull for once.
 func (in *intake) report(err error) {
 	select {
 	case <-in.trouble: //nolint:errcheck // a newer one takes its place
@@ -458,11 +457,11 @@ func (in *intake) report(err error) {
 	}
 }
 
-// examine tells whether an error of the pull is the end of the consumer; if not
-// it returns nil, and nats.go goes on by itself. A missing heartbeat or responder
-// may be a stalled pull, a restart or a deleted consumer, and nats.go takes each
-// for something that passes. So the server is asked for the consumer: it tells of
-// a deletion by itself only where a pull is open.
+// examine returns an error if the consumer or the connection is gone for good, or if the server
+// calls the pull a bad request. Otherwise it returns nil, and nats.go goes on by itself. A
+// missing heartbeat or responder may mean a stalled pull, a restart or a deleted consumer, but
+// nats.go treats each as temporary. So examine asks the server for the consumer: the server
+// reports a deletion by itself only to an open pull.
 func (in *intake) examine(ctx context.Context, err error) error {
 	switch {
 	case connectionEnded(err):
@@ -495,7 +494,7 @@ func (in *intake) examine(ctx context.Context, err error) error {
 	return fmt.Errorf("%w: %s: create it again, for example with nats consumer add", ErrConsumerGone, in.name)
 }
 
-// token leaves a token in a channel of capacity 1.
+// token puts a token into a channel of capacity 1, if it is empty.
 func token(c chan<- struct{}) {
 	select {
 	case c <- struct{}{}:

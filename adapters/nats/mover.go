@@ -23,29 +23,29 @@ type MoverConfig struct {
 	// Stream and Consumer name the consumer whose lost messages are moved.
 	Stream, Consumer string
 
-	// DLQ is where they go: usually the [*DLQ] that the guarded consumer writes
-	// to as well, so that a message both give up on has one letter.
+	// DLQ is the writer of the dead letters: usually the [*DLQ] of the guarded consumer. So
+	// a message that both give up on has one letter.
 	DLQ dlq.Writer
 
 	// Advisories is the stream that keeps the server's advisories. Unset means
-	// "stormguard-advisories-<Stream>-<Consumer>"; name the one you have if
-	// another stream takes $JS.EVENT.ADVISORY subjects already, since the
-	// subjects of two streams must not overlap.
+	// "stormguard-advisories-<Stream>-<Consumer>". If another stream already takes
+	// $JS.EVENT.ADVISORY subjects, name that stream, since the subjects of two streams must
+	// not overlap.
 	Advisories string
 
-	// Parking is the stream that keeps the copies until the budget lets them go.
+	// Parking is the stream that keeps the copies until the budget releases them.
 	// Unset means "stormguard-parked-<Stream>-<Consumer>".
 	Parking string
 
-	// Budget is what releasing costs; see [dlq.BudgetConfig]. What the server gave up
-	// on is class Exhausted, what a consumer terminated is Permanent. Each start
-	// begins with full balances.
+	// Budget limits the release of letters; see [dlq.BudgetConfig]. A message that the
+	// server gave up on pays as class Exhausted, a message that a consumer terminated as
+	// Permanent. Each start begins with full balances.
 	Budget dlq.BudgetConfig
 
-	// NoCreate refuses streams that do not exist instead of creating them.
+	// NoCreate refuses streams that do not exist, instead of creating them.
 	NoCreate bool
 
-	// Replicas of streams that are created, from 1 to 5; unset means 1.
+	// Replicas is the number of replicas of new streams, 1 to 5; unset means 1.
 	Replicas int
 }
 
@@ -62,7 +62,7 @@ func (c MoverConfig) withDefaults() MoverConfig {
 	return c
 }
 
-// Validate reports everything wrong at once.
+// Validate reports all wrong fields in one error.
 func (c MoverConfig) Validate() error {
 	d := c.withDefaults()
 	var errs []error
@@ -87,34 +87,34 @@ func (c MoverConfig) Validate() error {
 
 const (
 	moverAckWait = 30 * time.Second
-	moverPoll    = time.Second // of the source's ack floor, and for a credit
+	moverPoll    = time.Second // between two looks at the source's ack floor, or for a credit
 	moverCall    = 10 * time.Second
-	moverSkew    = 10 * time.Second // between the clocks of two servers
+	moverSkew    = 10 * time.Second // largest difference between the clocks of two servers
 	moverDurable = "stormguard-mover"
 )
 
-// A Mover brings messages that JetStream has given up on to the dead letters:
-// those whose MaxDeliver is used up, and those that a consumer terminated.
-// JetStream itself keeps the first in their stream, where nobody is given them
-// again, and forgets the second.
+// A Mover brings messages that JetStream has given up on to the dead letters: messages whose
+// MaxDeliver is used up, and messages that a consumer terminated. JetStream itself keeps the
+// first kind in its stream, but delivers them to nobody, and forgets the second kind.
 //
-// It listens to the server's advisories through a stream, so it misses none
-// while it is down. The body of each is copied at once to a parking stream, and
-// released from there to the DLQ under a [dlq.BudgetConfig], which the growth of the
-// source consumer's ack floor earns: an outage in front of a consumer with a
-// MaxDeliver cannot drain it into the DLQ. A body that is gone by then (the
-// stream's limits, or a work queue's message that was terminated) is looked for
-// once more before the release, and then becomes a dead letter without one, which
-// says so. It asks the stream's leader, not whoever answers a direct get.
+// The Mover reads the server's advisories from a stream, so it misses none while it is down.
+// It copies the message of each advisory at once to a parking stream. From there it releases
+// the letter to the DLQ when its budget ([dlq.BudgetConfig]) has a credit. The growth of the
+// source consumer's ack floor earns credits: an outage in front of a consumer with a
+// MaxDeliver cannot drain the stream into the DLQ.
 //
-// A message of a work-queue stream is deleted there once its letter, with the
-// body, is confirmed: no other consumer can have it. Elsewhere it stays.
+// The body may be gone by then: the stream reached its limits, or the message was terminated
+// in a work queue. The Mover looks for the body once more before the release. If it is still
+// missing, the dead letter has no body and says so. The Mover asks the stream's leader, not a
+// replica that answers a direct get.
 //
-// Letters carry the [dlq.Record.ID] that a guarded consumer gives them too, so
-// the DLQ's duplicate window keeps one of both, and one of those that a crash
-// repeats. Advisories are sent once, without confirmation: one that the server
-// loses leaves its message where it was. Run one Mover for a consumer; more are
-// safe, but each has a budget.
+// Once a letter with the body is confirmed, the Mover deletes the message from a work-queue
+// stream: no other consumer can have it. In other streams the message stays.
+//
+// A letter has the same [dlq.Record.ID] as one from a guarded consumer. So the DLQ's
+// duplicate window keeps one of the two, and one of those that a crash repeats. The server
+// sends an advisory once, without confirmation: if it is lost, its message stays where it is.
+// Run one Mover for a consumer. More are safe, but each has its own budget.
 type Mover struct {
 	js   jetstream.JetStream
 	cfg  MoverConfig
@@ -122,30 +122,30 @@ type Mover struct {
 	park *DLQ
 
 	advisories jetstream.Consumer
-	parked     [2]jetstream.Consumer // by class
+	parked     [2]jetstream.Consumer // durables of the parking stream, by class
 
 	// mu guards the rest.
 	mu      sync.Mutex
 	budget  *credit.Budget
 	start   time.Time
-	base    uint64 // the ack floor when Run began
+	base    uint64 // the ack floor at the first look, or at the first of a new consumer of that name
 	read    bool   // base is known
-	dead    uint64 // deliveries of the messages that died since
-	floor   uint64 // the latest floor that is safe to count
+	dead    uint64 // deliveries of the messages that died since base, or since Run first began
+	floor   uint64 // the latest ack floor that is safe to count
 	counted MoverCounts
 }
 
-// MoverCounts counts since [NewMover].
+// MoverCounts has the counters of a [Mover] since [NewMover].
 type MoverCounts struct {
-	Parked   uint64 // advisories whose message is in the parking stream
-	Gone     uint64 // those of them whose body was not found then
+	Parked   uint64 // advisories whose letter is in the parking stream
+	Gone     uint64 // parked letters whose body was not found at the time of parking
 	Released uint64 // letters confirmed by the DLQ
-	Refused  uint64 // looks for a credit that found none
+	Refused  uint64 // requests for a credit that found none
 }
 
-// NewMover creates or checks the advisory and parking streams and their
-// durables, of a consumer that must be there: otherwise it is an [ErrConsumerGone]. Of
-// opts only [WithLogger] applies.
+// NewMover creates or checks the advisory stream, the parking stream and their durables. The
+// consumer must exist; otherwise the error is an [ErrConsumerGone]. Of opts only
+// [WithLogger] applies.
 func NewMover(ctx context.Context, js jetstream.JetStream, cfg MoverConfig, opts ...Option) (*Mover, error) {
 	if js == nil {
 		return nil, errors.New("nats: NewMover: the JetStream must not be nil")
@@ -171,8 +171,8 @@ func NewMover(ctx context.Context, js jetstream.JetStream, cfg MoverConfig, opts
 		"$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES." + where,
 		"$JS.EVENT.ADVISORY.CONSUMER.MSG_TERMINATED." + where,
 	}
-	// The server sends advisories without an id of its own choosing, so the
-	// window is there for ensureStream's rule alone.
+	// The server sends advisories without a message id, so the duplicate window has no
+	// effect; ensureStream requires one.
 	adv, err := ensureStream(ctx, js, jetstream.StreamConfig{
 		Name: cfg.Advisories, Subjects: subjects, Retention: jetstream.WorkQueuePolicy, Replicas: cfg.Replicas,
 		Duplicates: minDuplicates, Description: "advisories for stormguard's mover",
@@ -208,7 +208,7 @@ func NewMover(ctx context.Context, js jetstream.JetStream, cfg MoverConfig, opts
 		return nil, err
 	}
 	for _, class := range []credit.Class{credit.Exhausted, credit.Permanent} {
-		// Another consumer's letters may be parked in the same stream.
+		// The same stream may also have parked letters of another consumer.
 		if m.parked[class], err = durable(park, moverDurable+"-"+cfg.Stream+"-"+cfg.Consumer+"-"+class.String(), parking+"."+class.String()); err != nil {
 			return nil, err
 		}
@@ -216,23 +216,23 @@ func NewMover(ctx context.Context, js jetstream.JetStream, cfg MoverConfig, opts
 	return m, nil
 }
 
-// Counts is what it has done so far.
+// Counts returns the counters since NewMover.
 func (m *Mover) Counts() MoverCounts {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.counted
 }
 
-// Grant gives n credits: an operator's leave to release n letters more.
+// Grant adds n credits: an operator's permission to release n more letters.
 func (m *Mover) Grant(n float64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.budget.Grant(n)
 }
 
-// Run moves until ctx ends (nil), or one of its durables is deleted
-// ([ErrConsumerGone]) or the connection closed ([ErrConnectionClosed]). It
-// starts three goroutines, which end before it returns. Run it once at a time.
+// Run moves messages until ctx ends, and then returns nil. It returns [ErrConsumerGone] if
+// one of its durables is deleted, and [ErrConnectionClosed] if the connection is closed. It
+// starts three goroutines, which end before it returns. Only one Run may run at a time.
 func (m *Mover) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -256,8 +256,8 @@ func (m *Mover) Run(ctx context.Context) error {
 	return nil
 }
 
-// each handles the messages of a consumer one by one, and pulls one at a time,
-// so that none waits where it cannot be extended.
+// each handles the messages of a consumer one by one. It pulls one at a time, so that no
+// message waits where it cannot be extended.
 func (m *Mover) each(ctx context.Context, c jetstream.Consumer, handle func(context.Context, jetstream.Msg)) error {
 	in := &intake{consumer: c, conn: connOf(c), log: m.log, name: c.CachedInfo().Stream + "/" + c.CachedInfo().Name}
 	for ctx.Err() == nil {
@@ -283,7 +283,7 @@ func (m *Mover) each(ctx context.Context, c jetstream.Consumer, handle func(cont
 	return nil
 }
 
-// advisory is what both kinds have in common.
+// advisory has the fields that both kinds of advisories share.
 type advisory struct {
 	Time       time.Time `json:"timestamp"`
 	Stream     string    `json:"stream"`
@@ -299,7 +299,7 @@ const (
 	adviseTerminated = "io.nats.jetstream.advisory.v1.terminated"
 )
 
-// What the dead letters of these advisories say; dlq.Reason lists both.
+// The reasons in the dead letters of these advisories; dlq.Reason lists both.
 const (
 	reasonMaxDeliver dlq.Reason = "max-deliver"
 	reasonTerminated dlq.Reason = "terminated"
@@ -312,7 +312,7 @@ func (m *Mover) parkOne(ctx context.Context, msg jetstream.Msg) {
 	if err != nil || a.Stream != m.cfg.Stream || a.Consumer != m.cfg.Consumer || a.StreamSeq == 0 ||
 		a.Type != adviseMaxDeliver && a.Type != adviseTerminated {
 		m.log.Warn("mover: not an advisory of this consumer", "subject", msg.Subject(), "error", err)
-		_ = msg.Term() // nothing that another try could make of it
+		_ = msg.Term() // another try would fail, too
 		return
 	}
 	var gone bool
@@ -367,18 +367,17 @@ func (m *Mover) fetch(ctx context.Context, a *advisory) (r *dlq.Record, gone boo
 	return r, !hasBody(r), nil
 }
 
-// stream is the source's. Its GetMsg asks the stream's leader alone: a direct get
-// may be answered by a replica or a mirror that lags, and such a one cannot say
-// that a message is gone.
+// stream returns the source's stream. Its GetMsg asks only the stream's leader. A replica or
+// mirror that lags may answer a direct get, but cannot say that a message is gone.
 func (m *Mover) stream(ctx context.Context) (jetstream.Stream, error) {
 	s, err := m.js.Stream(ctx, m.cfg.Stream)
 	if err == nil {
-		s.CachedInfo().Config.AllowDirect = false // nats.go goes by it; the handle is ours alone
+		s.CachedInfo().Config.AllowDirect = false // GetMsg reads it; no one else has this handle
 	}
 	return s, err
 }
 
-// complete fills in a letter from the message that it is about, if that is there.
+// complete copies a letter's message into the letter, if the message is there.
 func (m *Mover) complete(ctx context.Context, r *dlq.Record) error {
 	s, err := m.stream(ctx)
 	var raw *jetstream.RawStreamMsg
@@ -387,7 +386,7 @@ func (m *Mover) complete(ctx context.Context, r *dlq.Record) error {
 	}
 	switch {
 	case err == nil && !r.LastFailed.IsZero() && raw.Time.After(r.LastFailed.Add(moverSkew)):
-		// The stream was made anew, and counts from 1 again.
+		// The stream was deleted and made again, and counts from 1 again.
 	case err == nil:
 		r.Body, r.Headers, r.Timestamp, r.Origin.Subject = raw.Data, fromHeader(raw.Header), raw.Time, raw.Subject
 		r.TraceParent, _ = dlq.LookupText(r.Headers, "traceparent")
@@ -398,11 +397,11 @@ func (m *Mover) complete(ctx context.Context, r *dlq.Record) error {
 	return nil
 }
 
-// hasBody tells whether the message of a letter was read: each has a subject.
+// hasBody reports whether the message of a letter was read: every message has a subject.
 func hasBody(r *dlq.Record) bool { return r.Origin.Subject != "" }
 
-// insist calls f until it succeeds, keeping msg alive, and then acks it. The
-// pause between tries doubles up to 10s. Its error is ctx's.
+// insist calls f until it succeeds, keeps msg alive meanwhile, and then acks msg. The pause
+// between tries doubles up to 10s. The only error is ctx's.
 func (m *Mover) insist(ctx context.Context, msg jetstream.Msg, what string, f func(context.Context) error) error {
 	pause := 100 * time.Millisecond
 	for failed := false; ; failed = true {
@@ -413,7 +412,7 @@ func (m *Mover) insist(ctx context.Context, msg jetstream.Msg, what string, f fu
 				err = nil
 			}
 			if err != nil {
-				m.log.Warn("mover: ack", "error", err) // delivered again; twins are recognised
+				m.log.Warn("mover: ack", "error", err) // msg comes again; twins are recognised
 			}
 			cancel()
 			return nil
@@ -429,7 +428,7 @@ func (m *Mover) insist(ctx context.Context, msg jetstream.Msg, what string, f fu
 	}
 }
 
-// wait waits with msg kept alive.
+// wait waits for d and keeps msg alive.
 func (m *Mover) wait(ctx context.Context, msg jetstream.Msg, d time.Duration) error {
 	_ = msg.InProgress()
 	timer := time.NewTimer(d)
@@ -438,12 +437,12 @@ func (m *Mover) wait(ctx context.Context, msg jetstream.Msg, d time.Duration) er
 	case <-timer.C:
 		return nil
 	case <-ctx.Done():
-		_ = msg.Nak() // once: the next Mover need not wait for it
+		_ = msg.Nak() // one nak, so that the next Mover need not wait for the AckWait
 		return ctx.Err()
 	}
 }
 
-// release writes a parked letter to the DLQ once there is a credit for it.
+// release waits for a credit and then writes a parked letter to the DLQ.
 func (m *Mover) release(ctx context.Context, msg jetstream.Msg, class credit.Class) {
 	paid, ok := m.spend(class)
 	for since, said := time.Now(), false; !ok; paid, ok = m.spend(class) {
@@ -458,17 +457,17 @@ func (m *Mover) release(ctx context.Context, msg jetstream.Msg, class credit.Cla
 	}
 	r, err := ReadDeadLetter(msg)
 	if err != nil {
-		m.log.Warn("mover: parked letter", "error", err) // what was readable is kept
+		m.log.Warn("mover: parked letter", "error", err) // the letter keeps its readable headers
 	}
 	if err := m.insist(ctx, msg, "release", func(ctx context.Context) error {
-		if !hasBody(&r) && r.Origin.Sequence > 0 { // the server says not found for any trouble with its store
+		if !hasBody(&r) && r.Origin.Sequence > 0 { // the server also answers "not found" to a fault of its store
 			if err := m.complete(ctx, &r); err != nil {
 				return err
 			}
 		}
 		letter := r
 		if !hasBody(&r) {
-			letter.Timestamp = time.Time{} // it would be that of the parked letter
+			letter.Timestamp = time.Time{} // it has the time of the parked letter, not of the message
 			letter.Error.Message += fmt.Sprintf("; the body is gone: message %d is no longer in stream %s", r.Origin.Sequence, m.cfg.Stream)
 		}
 		err := m.cfg.DLQ.Write(ctx, &letter)
@@ -476,7 +475,7 @@ func (m *Mover) release(ctx context.Context, msg jetstream.Msg, class credit.Cla
 			err = m.cfg.DLQ.Write(ctx, &letter)
 		}
 		if err != nil || !hasBody(&r) {
-			return err // a message that no letter has a copy of is not deleted
+			return err // without a copy in a letter the message is not deleted
 		}
 		return m.clear(ctx, &r)
 	}); err != nil {
@@ -490,8 +489,8 @@ func (m *Mover) release(ctx context.Context, msg jetstream.Msg, class credit.Cla
 	m.mu.Unlock()
 }
 
-// clear deletes the message of a letter from a work queue, where it would stay for ever. In a
-// stream that was made anew its number is another message's.
+// clear deletes the message of a letter from a work queue, where it would stay forever. If the
+// stream was made again, another message may have its sequence, which clear does not delete.
 func (m *Mover) clear(ctx context.Context, r *dlq.Record) error {
 	seq := r.Origin.Sequence
 	s, err := m.stream(ctx)
@@ -520,7 +519,7 @@ func (m *Mover) clear(ctx context.Context, r *dlq.Record) error {
 	return err
 }
 
-// spend takes a credit if there is one.
+// spend pays with a credit, if there is one.
 func (m *Mover) spend(class credit.Class) (credit.Paid, bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -534,13 +533,13 @@ func (m *Mover) spend(class credit.Class) (credit.Paid, bool) {
 	return paid, ok
 }
 
-// watchFloor reads the source's ack floor. The floor also passes messages that
-// died, once for each of their deliveries, and their advisories say how many
-// those were; so a floor counts only once all advisories of its time are parked.
+// watchFloor reads the source's ack floor until ctx ends. The floor also passes every delivery
+// of messages that died. Their advisories have the number of these deliveries, so a floor
+// counts only after all advisories of its time are parked.
 func (m *Mover) watchFloor(ctx context.Context) {
 	tick := time.NewTicker(moverPoll)
 	defer tick.Stop()
-	var before uint64 // the floor one look ago
+	var before uint64 // the floor at the previous look
 	var known bool
 	for {
 		floor, err := m.ackFloor(ctx)
@@ -550,7 +549,7 @@ func (m *Mover) watchFloor(ctx context.Context) {
 			switch {
 			case !m.read:
 				m.read, m.base, m.floor = true, floor, floor
-			case known && floor < before: // a new consumer of that name, which counts anew
+			case known && floor < before: // a new consumer of that name, which counts from 0
 				m.base, m.floor, m.dead = floor, floor, 0
 				m.budget = m.budget.Continue()
 			case known && idle && idleErr == nil:
@@ -577,7 +576,7 @@ func (m *Mover) ackFloor(ctx context.Context) (uint64, error) {
 	return c.CachedInfo().AckFloor.Consumer, nil
 }
 
-// idle tells whether every advisory that was sent is parked.
+// idle reports whether every advisory so far is parked.
 func (m *Mover) idle(ctx context.Context) (bool, error) {
 	ctx, cancel := context.WithTimeout(ctx, infoTimeout)
 	defer cancel()

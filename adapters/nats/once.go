@@ -24,24 +24,24 @@ import (
 // OnceConfig says where a [Once] keeps its marks. Bucket must be set.
 type OnceConfig struct {
 	// Bucket is a bucket of JetStream's key-value store: 1 to 128 letters, digits, '_'
-	// and '-'. It has nothing but marks.
+	// and '-'. The bucket must contain marks only.
 	Bucket string
 
-	// Age is for how long a new bucket keeps a mark; unset means 7 days. It must be longer
-	// than the broker may take to deliver a message again, and than an entity takes from
-	// one step to the next. Within 1 min and 10 years. A bucket that exists keeps its own.
+	// Age is how long a new bucket keeps a mark, within 1 min and 10 years; unset means
+	// 7 days. It must be longer than the broker may take to redeliver a message, and longer
+	// than the time between two steps of an entity. An existing bucket keeps its own age.
 	Age time.Duration
 
-	// MaxBytes bounds a new bucket; unset means no bound but Age. A mark takes some 200
-	// bytes. A full bucket takes no marks, so no effect begins.
+	// MaxBytes bounds a new bucket; unset means no bound but Age. A mark takes about 200
+	// bytes. A full bucket accepts no marks, so no effect begins.
 	MaxBytes int64
 
-	// Lease is for how long a process may be silent before another one takes its claims;
-	// unset means 10 s. An effect's context ends when two thirds of it are over in vain.
-	// Within 100 ms and 1 h.
+	// Lease is how long a process may be silent before another process takes its claims,
+	// within 100 ms and 1 h; unset means 10 s. An effect's context ends when its claim could
+	// not be renewed for two thirds of Lease.
 	Lease time.Duration
 
-	// Replicas of a bucket that is created, 1 to 5; unset means 1.
+	// Replicas is the number of replicas of a new bucket, 1 to 5; unset means 1.
 	Replicas int
 
 	// NoCreate refuses a bucket that does not exist, instead of creating it.
@@ -56,11 +56,11 @@ const (
 	minLease       = 100 * time.Millisecond
 	maxLease       = time.Hour
 
-	// minOnceValue holds a mark with the longest result, its record and its headers.
+	// minOnceValue is enough for a mark with the longest result, its record and its headers.
 	minOnceValue = once.MaxResult + 1<<10
 )
 
-// Validate reports everything wrong at once.
+// Validate reports all wrong fields in one error.
 func (c OnceConfig) Validate() error {
 	var errs []error
 	if len(c.Bucket) < 1 || len(c.Bucket) > 128 || !plain(c.Bucket) {
@@ -82,26 +82,27 @@ func (c OnceConfig) Validate() error {
 }
 
 // Once is a [once.Store] in a JetStream bucket, for processes that share it. A claim is a key
-// that is created if it is not there, and a mark replaces it by its revision. While an effect
-// runs, a goroutine renews its claim each Lease/3. A claim that was not renewed for Lease, by
-// the clock of the process that waits for it, is in doubt.
+// that is created only if it does not exist. A mark replaces the claim by its revision. While
+// an effect runs, a goroutine renews its claim every Lease/3. A claim is in doubt if it was
+// not renewed for Lease, by the clock of the process that waits for it.
 //
-// A mark is as durable as the bucket's servers make it: one server syncs its disk every two
-// minutes by default, so a power cut may lose the newest marks.
+// A mark is as durable as the bucket's servers make it. By default a single server syncs its
+// disk every two minutes, so a power cut may lose the newest marks.
 //
-// Once does not close the connection, which should reconnect for ever: nats.MaxReconnects(-1).
+// Once does not close the connection. Let the connection reconnect without limit:
+// nats.MaxReconnects(-1).
 type Once struct {
 	js  jetstream.JetStream
 	cfg OnceConfig
 
 	mu     sync.Mutex
-	bucket jetstream.KeyValue // guarded by mu; nil until it was found good
+	bucket jetstream.KeyValue // guarded by mu; nil until the bucket is checked
 }
 
 var _ once.Store = (*Once)(nil)
 
-// NewOnce is the store in a bucket. It asks the server nothing: the bucket is created or
-// checked at the first use. One that would not keep marks is an [ErrUnsuitable].
+// NewOnce returns the store in a bucket. It sends no request: the first use creates or checks
+// the bucket. A bucket that would not keep marks is an [ErrUnsuitable].
 func NewOnce(js jetstream.JetStream, cfg OnceConfig) (*Once, error) {
 	if js == nil {
 		return nil, errors.New("nats: once: a JetStream is needed")
@@ -119,12 +120,12 @@ func NewOnce(js jetstream.JetStream, cfg OnceConfig) (*Once, error) {
 	return &Once{js: js, cfg: cfg}, nil
 }
 
-// open finds the bucket, or makes it, at the first use.
+// open finds the bucket, or creates it, at the first use.
 func (o *Once) open(ctx context.Context) (jetstream.KeyValue, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	// While it reconnects the client would keep a claim, and send it later for nobody.
+	// During a reconnect the client would keep a claim and send it later, when nobody needs it.
 	if conn := o.js.Conn(); !conn.IsConnected() {
 		return nil, fmt.Errorf("nats: once: the connection is %s: %w", conn.Status(), errors.Join(nats.ErrDisconnected, conn.LastError()))
 	}
@@ -185,8 +186,8 @@ func (o *Once) check(s jetstream.KeyValueStatus) error {
 	return errors.Join(errs...)
 }
 
-// Names in the bucket: the first byte of a key, and the rest of it in letters that every
-// subject may have.
+// onceName is the name of a key in the bucket: the first byte of the key, and its rest in
+// letters that every subject may have.
 func onceName(key string) string {
 	return key[:1] + "." + base64.RawURLEncoding.EncodeToString([]byte(key[1:]))
 }
@@ -196,7 +197,7 @@ func onceKey(name string) (string, error) {
 	return name[:1] + string(rest), err
 }
 
-// read is the newest entry of a key; its revision is 0 if there is none.
+// read returns the newest entry of a key; the revision is 0 if there is no entry.
 func (o *Once) read(ctx context.Context, kv jetstream.KeyValue, key string) (r mark.Record, rev uint64, damaged, err error) {
 	e, err := ask(ctx, func(ctx context.Context) (jetstream.KeyValueEntry, error) { return kv.Get(ctx, onceName(key)) })
 	if errors.Is(err, jetstream.ErrKeyNotFound) { // or deleted
@@ -209,12 +210,13 @@ func (o *Once) read(ctx context.Context, kv jetstream.KeyValue, key string) (r m
 	return r, e.Revision(), damaged, nil
 }
 
-// onceTaken tells whether a write was refused since the key has another revision.
+// onceTaken reports whether a write was refused because the key has another revision.
 func onceTaken(err error) bool {
 	return errors.Is(err, jetstream.ErrKeyExists) || errors.Is(err, jetstream.ErrKeyRevisionMismatch)
 }
 
-// onceFirst and onceLast are how often a claim of another process is looked at.
+// onceFirst and onceLast are the first and the longest pause between two looks at a claim of
+// another process.
 const (
 	onceFirst = 5 * time.Millisecond
 	onceLast  = 250 * time.Millisecond
@@ -224,7 +226,7 @@ const (
 func (o *Once) Claim(ctx context.Context, key string, ask once.Ask) (once.Claim, once.Found, error) {
 	start := time.Now()
 	c := &onceClaim{o: o, key: key, owner: rand.Uint64() | 1}
-	var seen uint64 // the revision of another's claim
+	var seen uint64 // the revision of the other process's claim
 	var since time.Time
 	for wait := onceFirst; ; wait = min(2*wait, onceLast) {
 		kv, err := o.open(ctx)
@@ -252,7 +254,7 @@ func (o *Once) Claim(ctx context.Context, key string, ask once.Ask) (once.Claim,
 				if rev != seen {
 					seen, since = rev, time.Now()
 				}
-				if time.Since(since) < o.cfg.Lease { // its process lives, as far as we know
+				if time.Since(since) < o.cfg.Lease { // the other process may be alive
 					select {
 					case <-time.After(wait):
 						continue
@@ -261,7 +263,7 @@ func (o *Once) Claim(ctx context.Context, key string, ask once.Ask) (once.Claim,
 					}
 				}
 			}
-			// An owner that is ours wrote a claim whose answer was lost.
+			// If the owner is c.owner, this call wrote the claim, and the answer was lost.
 			found.Doubt, found.Note, next.Note = r.Owner != c.owner, r.Note, r.Note
 			if r.State.Over() {
 				found.Done, next.State = true, mark.BegunOver
@@ -274,7 +276,7 @@ func (o *Once) Claim(ctx context.Context, key string, ask once.Ask) (once.Claim,
 			c.keep(ctx)
 			return c, found, nil
 		case !onceTaken(err):
-			if !errors.As(err, new(*jetstream.APIError)) { // which says that nothing was written
+			if !errors.As(err, new(*jetstream.APIError)) { // an APIError says that nothing was written
 				c.unbegin(ctx, kv, r, rev)
 			}
 			return nil, once.Found{}, underway(err, key, start, seen)
@@ -282,9 +284,9 @@ func (o *Once) Claim(ctx context.Context, key string, ask once.Ask) (once.Claim,
 	}
 }
 
-// unbegin puts back what was there before, if the beginning was written although its answer
-// did not come, as when ctx has ended: no effect begins, so the key must not be in doubt.
-// It takes onceUnbegin at most. A failure leaves it in doubt.
+// unbegin restores the record before the claim, if the claim was written but its answer did
+// not come, for example since ctx has ended. No effect begins, so the key must not be in
+// doubt. unbegin takes at most onceUnbegin. If it fails, the key stays in doubt.
 func (c *onceClaim) unbegin(ctx context.Context, kv jetstream.KeyValue, before mark.Record, rev uint64) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), onceUnbegin)
 	defer cancel()
@@ -305,7 +307,7 @@ func (c *onceClaim) unbegin(ctx context.Context, kv jetstream.KeyValue, before m
 
 const onceUnbegin = time.Second
 
-// put writes a record over a revision; 0 is none.
+// put writes a record over the revision rev; 0 means that the key must not exist.
 func (o *Once) put(ctx context.Context, kv jetstream.KeyValue, key string, r mark.Record, rev uint64) (uint64, error) {
 	r.At = time.Now().UnixNano()
 	var err error
@@ -320,7 +322,7 @@ func (o *Once) put(ctx context.Context, kv jetstream.KeyValue, key string, r mar
 	return rev, nil
 }
 
-// underway says that another process had the key, if one had.
+// underway adds to err that another process had the key, if a claim was seen.
 func underway(err error, key string, start time.Time, seen uint64) error {
 	if seen == 0 {
 		return err
@@ -328,28 +330,28 @@ func underway(err error, key string, start time.Time, seen uint64) error {
 	return &once.UnderwayError{Key: key, Wait: time.Since(start), Err: err}
 }
 
-// onceClaim is a key that this process has, until its lease ends.
+// onceClaim is this process's claim of a key, until its lease ends.
 type onceClaim struct {
 	o      *Once
 	key    string
 	owner  uint64
 	over   bool
 	record mark.Record
-	rev    uint64    // of the record in the bucket; the keeper's until it has ended
-	began  time.Time // when rev was asked for
+	rev    uint64    // revision of the record in the bucket; only the keeper uses it until ended is closed
+	began  time.Time // when the write of rev began
 
 	ctx    context.Context //nolint:containedctx // a claim is asked for the context that its effect runs with
 	end    context.CancelCauseFunc
 	stop   chan struct{} // closed to end the keeper, which closes ended
 	ended  chan struct{}
 	kept   sync.Once
-	closed bool // the record is as it should be
-	undone bool // Release has asked for its end
+	closed bool // the final record is written
+	undone bool // Release has asked to delete the key
 }
 
 func (c *onceClaim) Context() context.Context { return c.ctx }
 
-// keep renews the claim on a goroutine of its own, which settle ends.
+// keep starts a goroutine, the keeper, that renews the claim. settle ends it.
 func (c *onceClaim) keep(ctx context.Context) {
 	c.ctx, c.end = context.WithCancelCause(ctx)
 	c.stop, c.ended = make(chan struct{}), make(chan struct{})
@@ -357,7 +359,7 @@ func (c *onceClaim) keep(ctx context.Context) {
 	go func() {
 		defer close(c.ended)
 		defer cancel()
-		go func() { // which a renewal under way is ended by
+		go func() { // ends a running renewal
 			select {
 			case <-c.stop:
 				cancel()
@@ -381,7 +383,7 @@ func (c *onceClaim) keep(ctx context.Context) {
 	}()
 }
 
-// renew writes the claim anew. An error means that it is lost, or will be soon.
+// renew writes the claim again. An error means that the claim is lost, or will be soon.
 func (c *onceClaim) renew(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, c.o.cfg.Lease/3)
 	defer cancel()
@@ -394,7 +396,7 @@ func (c *onceClaim) renew(ctx context.Context) error {
 			return nil
 		}
 	}
-	if onceTaken(err) { // by another, or by a renewal whose answer was lost
+	if onceTaken(err) { // by another process, or by an own renewal whose answer was lost
 		if again := c.reread(ctx, kv); again != nil {
 			return errors.Join(err, again)
 		}
@@ -406,7 +408,7 @@ func (c *onceClaim) renew(ctx context.Context) error {
 	return err
 }
 
-// reread finds the claim's revision again, or says ErrLost.
+// reread reads the claim's revision again. It returns ErrLost if the claim is lost.
 func (c *onceClaim) reread(ctx context.Context, kv jetstream.KeyValue) error {
 	r, rev, damaged, err := c.o.read(ctx, kv, c.key)
 	switch {
@@ -423,10 +425,11 @@ func (c *onceClaim) reread(ctx context.Context, kv jetstream.KeyValue) error {
 	return nil
 }
 
-// settle ends the keeper, and writes what becomes of the claim. It may be called again after
-// a failure. While the connection is lost it tries again until ctx ends: a claim that nobody
-// keeps is another process's when its lease ends. An answer that was lost with the connection
-// is waited for until a try is over, so that a long lease makes no long try.
+// settle ends the keeper and writes the final record of the claim. It may be called again
+// after a failure. While the connection is lost it tries again until ctx ends, since another
+// process takes a claim without a keeper when its lease ends. A try waits to its end for an
+// answer that was lost with the connection. So its limit is Lease/3, and at most defaultLease/3
+// with a long lease.
 func (c *onceClaim) settle(ctx context.Context, write func(ctx context.Context, kv jetstream.KeyValue) error) error {
 	c.kept.Do(func() {
 		close(c.stop)
@@ -438,7 +441,7 @@ func (c *onceClaim) settle(ctx context.Context, write func(ctx context.Context, 
 		err := c.write(try, write)
 		cancel()
 		passes := errors.Is(err, context.DeadlineExceeded) || errors.Is(err, nats.ErrDisconnected) ||
-			errors.Is(err, nats.ErrNoResponders) || errors.Is(err, jetstream.ErrNoStreamResponse) // while it has no leader
+			errors.Is(err, nats.ErrNoResponders) || errors.Is(err, jetstream.ErrNoStreamResponse) // while the stream has no leader
 		if err == nil || !passes || c.o.js.Conn().IsClosed() {
 			return err
 		}
@@ -450,7 +453,7 @@ func (c *onceClaim) settle(ctx context.Context, write func(ctx context.Context, 
 	}
 }
 
-// write is one try of settle. A write whose answer was lost is found.
+// write is one try of settle. It recognises an earlier write whose answer was lost.
 func (c *onceClaim) write(ctx context.Context, write func(ctx context.Context, kv jetstream.KeyValue) error) error {
 	kv, err := c.o.open(ctx)
 	if err != nil {
@@ -471,8 +474,8 @@ func (c *onceClaim) write(ctx context.Context, write func(ctx context.Context, k
 	return nil
 }
 
-// Finish writes the others first: a state or mark without its claim's end is found at the
-// next step.
+// Finish writes the entries of also first: the next step finds a state or mark whose claim did
+// not end.
 func (c *onceClaim) Finish(ctx context.Context, value []byte, also ...once.Entry) error {
 	return c.settle(ctx, func(ctx context.Context, kv jetstream.KeyValue) error {
 		for _, e := range also {
@@ -528,7 +531,7 @@ func (o *Once) Get(ctx context.Context, key string) (value []byte, done bool, er
 	}
 }
 
-// List implements [once.Store]: the entries that are there when it is called.
+// List implements [once.Store]: it returns the entries that exist at the time of the call.
 func (o *Once) List(ctx context.Context, kind byte) iter.Seq2[once.Entry, error] {
 	return func(yield func(once.Entry, error) bool) {
 		ctx, cancel := context.WithCancel(ctx)
@@ -557,12 +560,12 @@ func (o *Once) List(ctx context.Context, kind byte) iter.Seq2[once.Entry, error]
 				yield(once.Entry{}, fmt.Errorf("nats: once: the list broke off: %w", cmp.Or(ctx.Err(), nats.ErrBadSubscription)))
 				return
 			}
-			if e == nil { // the end of what was there
+			if e == nil { // the end of the existing entries
 				return
 			}
 			key, err := onceKey(e.Key())
 			if err != nil {
-				continue // nobody's key
+				continue // not a key of a Once
 			}
 			r, damaged := mark.Decode(key, e.Value())
 			if !yield(once.Entry{Key: key, Value: r.Value, Note: r.Note, Doubt: damaged == nil && r.State != mark.Done, Damaged: damaged}, nil) {

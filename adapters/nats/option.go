@@ -28,61 +28,65 @@ type options struct {
 	doubleAck   bool
 	stopTimeout time.Duration
 	log         *slog.Logger
-	lagEvery    time.Duration // between two looks at the lag; a test's is shorter
+	lagEvery    time.Duration // time between two requests for the lag; shorter in tests
 }
 
-// WithName names the source in states, metrics and logs, and is its breaker's
-// scope. The default is "stream/consumer". Names are unique within a Guard, so
-// several instances of one durable in one process need one each.
+// WithName sets the name of the source in states, metrics and logs, which is also the
+// scope of its breaker. The default is "stream/consumer". Names are unique within a Guard,
+// so several instances of one durable in one process need different names.
 func WithName(name string) Option { return func(o *options) { o.name = name } }
 
-// WithPolicy is how this source behaves; the default is the Guard's policy.
+// WithPolicy sets the policy of this source; the default is the Guard's policy.
 func WithPolicy(p guard.Policy) Option { return func(o *options) { o.policy = &p } }
 
-// WithWindow overrides [guard.Policy.Window]: how many messages this process may
-// hold unsettled. One pull of up to half as many may come on top; all are kept
-// alive, and count in the consumer's MaxAckPending, which its instances share.
-// At least 1, at most MaxAckPending. The default is the policy's, or 1024, or
+// WithWindow overrides [guard.Policy.Window]: how many unsettled messages this process may
+// have. At least 1, at most MaxAckPending. The default is the policy's window, or 1024, or
 // MaxAckPending if that is less.
+//
+// One pull of up to half a window may come in addition. All these messages are kept alive,
+// and count in the consumer's MaxAckPending, which its instances share.
 func WithWindow(n int) Option { return func(o *options) { o.window = n } }
 
-// WithDeadLetters is where dead letters go, usually a [*DLQ]. Without one
-// nothing is dead-lettered: what would be waits.
+// WithDeadLetters sets the writer of dead letters, usually a [*DLQ]. Without a writer
+// nothing is dead-lettered: the messages wait.
 func WithDeadLetters(w dlq.Writer) Option { return func(o *options) { o.letters = w } }
 
-// WithLimiter paces admissions; limiter.Local makes a limit of this process alone.
+// WithLimiter sets a limiter that paces admissions. limiter.Local makes a limit for this process
+// alone.
 func WithLimiter(l guard.Limiter) Option { return func(o *options) { o.limiter = l } }
 
-// WithKey chooses the key whose messages keep their order under
-// [guard.OrderKey]. The default is the subject. It is called once a message and
-// must not block.
+// WithKey sets the function that returns a message's key: under [guard.OrderKey] the
+// messages of a key keep their order. The default key is the subject. The function is
+// called once for each message and must not block.
 func WithKey(key func(jetstream.Msg) string) Option { return func(o *options) { o.key = key } }
 
-// WithDoubleAck waits for the server's answer to each ack, up to 5s: an ack
-// that is lost is then counted as a failure. It costs a round trip per message.
-// The default is a plain ack, which a reconnect delays and a crash may lose;
-// the message is then delivered again.
+// WithDoubleAck waits for the server's answer to each ack, up to 5s, and counts a lost ack
+// as a failure. It costs a round trip per message. The default is a plain ack: a reconnect
+// delays it, and a crash may lose it, so that the message is delivered again.
 func WithDoubleAck() Option { return func(o *options) { o.doubleAck = true } }
 
-// WithStopTimeout is how long a stop waits for handlers in flight and for dead
-// letters being written. At least 1ms; the default is 30s. Giving back the rest takes
-// 5s more at most, whatever the network does.
+// WithStopTimeout sets how long a stop waits for running handlers and for writes of dead
+// letters. At least 1ms; the default is 30s. Giving back the other messages takes at most
+// 5s more, whatever the network does.
 //
-// A Drain of a wrapped consumer ends three quarters of it after its pull has, also if messages
-// wait: their head may wait for a dead-letter writer, or for a credit. A line at WARN says so.
+// A Drain of a wrapped consumer waits for three quarters of that time, counted from the end
+// of its pull or from the latest message after that. It then ends although messages wait,
+// since their head may wait for a dead-letter writer or for a credit. A line at WARN says
+// so.
 func WithStopTimeout(d time.Duration) Option { return func(o *options) { o.stopTimeout = d } }
 
-// WithLogger logs changes of state, never messages. The default is the Guard's
-// logger; a Mover has none and is silent, but for bodies that it cuts ([DLQ.Write]).
+// WithLogger sets the logger for changes of state; messages are never logged. The default
+// is the Guard's logger. A Mover has no default and is silent, except when it cuts a body
+// ([DLQ.Write]).
 func WithLogger(log *slog.Logger) Option { return func(o *options) { o.log = log } }
 
 const (
 	defaultStopTimeout = 30 * time.Second
-	ackTimeout         = 5 * time.Second // of a double ack
+	ackTimeout         = 5 * time.Second // for the answer to a double ack
 	lagEvery           = 10 * time.Second
 )
 
-// sourceOptions are those of a source of g.
+// sourceOptions returns the options of a source of g.
 func sourceOptions(g *guard.Guard, opts []Option) (options, error) {
 	if g == nil {
 		o, err := newOptions(slog.New(slog.DiscardHandler), opts)

@@ -23,22 +23,22 @@ import (
 // system is messaging.system; the OTel conventions list no value for NATS.
 const system = "nats"
 
-// msgPort is what the ports of both shapes share: what a message says, and how
-// it is settled. It is safe for concurrent use.
+// msgPort is the common part of the ports of both shapes: it reads and settles messages. It
+// is safe for concurrent use.
 type msgPort struct {
-	group  string     // the consumer
-	conn   *nats.Conn // its; nil where it is not known
+	group  string     // name of the consumer
+	conn   *nats.Conn // connection of the consumer; nil if unknown
 	key    func(jetstream.Msg) string
 	seed   maphash.Seed
 	double bool
 	copies *copies // set before the first message
 	log    *slog.Logger
-	name   string // of the source; "" for the consumer's
+	name   string // name of the source; "" for the consumer's name
 
 	mu     sync.Mutex
 	last   jetstream.Msg // the latest delivery, for the lag
-	asked  bool          // the server was asked for the lag since
-	behind uint64        // its answer
+	asked  bool          // the server answered a request for the lag since the latest delivery
+	behind uint64        // the server's latest answer to a request for the lag
 }
 
 func newMsgPort(group string, conn *nats.Conn, o *options) msgPort {
@@ -79,7 +79,7 @@ func (p *msgPort) Meta(m jetstream.Msg) guard.Meta {
 	return meta
 }
 
-// errEarlierStream is the ack of a message whose stream was made anew.
+// errEarlierStream is the error of an ack whose message is from an earlier stream.
 var errEarlierStream = errors.New("nats: the message is of an earlier stream of that name")
 
 func (p *msgPort) Ack(m jetstream.Msg) error {
@@ -95,14 +95,13 @@ func (p *msgPort) Ack(m jetstream.Msg) error {
 	return p.acked(m, latest.DoubleAck(ctx))
 }
 
-// acked takes note of what an ack came to.
+// acked notes the result of an ack.
 func (p *msgPort) acked(m jetstream.Msg, err error) error {
 	p.copies.settled(m, err == nil)
 	return err
 }
 
-// took takes note of a message from the server, and tells whether it is to be
-// handled; see [copies].
+// took notes a message from the server, and reports whether it must be handled; see [copies].
 func (p *msgPort) took(m jetstream.Msg) bool {
 	p.mu.Lock()
 	p.last, p.asked = m, false
@@ -110,32 +109,31 @@ func (p *msgPort) took(m jetstream.Msg) bool {
 	return p.copies.take(m)
 }
 
-// isBehind takes note of how many messages are behind the latest delivery by now.
+// isBehind notes how many messages are behind the latest delivery by now.
 func (p *msgPort) isBehind(n uint64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.asked, p.behind = true, n
 }
 
-// Extend sends one +WPI for each message. It is fire and forget. They come each
-// third of the AckWait, so one that is lost leaves the next a third of it to be
-// late; behind two in a row the next is due at the deadline itself. A message's
-// first one comes up to a sixth and [settleTime] later if it was in nats.go's
-// buffer, and has that much less to spare.
+// Extend sends one +WPI for each message and waits for no answer. The guard calls it every
+// AckWait/3. If one +WPI is lost, the next may be late by AckWait/3; if two in a row are
+// lost, the next is due exactly at the deadline. The first +WPI of a message from nats.go's
+// buffer comes up to AckWait/6 and [settleTime] later, and has that much less time to spare.
 //
-// While the connection is down they wait in the client's reconnect buffer, and what
-// does not fit is refused, acks as well. So half of it is left to those.
+// While the connection is down, +WPIs wait in the client's reconnect buffer. A full buffer
+// refuses acks, too, so Extend leaves half of it to them.
 func (p *msgPort) Extend(ms []jetstream.Msg) {
 	for _, m := range ms {
 		if p.crowded() {
 			return
 		}
-		_ = m.InProgress() // settled meanwhile, or the connection is closed: the server decides
+		_ = m.InProgress() // an error means settled, or the connection is closed: the server decides
 	}
 }
 
-// crowded tells whether the connection is down with half of its reconnect buffer
-// in use.
+// crowded reports whether the connection is down and over half of its reconnect buffer is in
+// use.
 func (p *msgPort) crowded() bool {
 	if p.conn == nil || p.conn.IsConnected() {
 		return false
@@ -144,12 +142,12 @@ func (p *msgPort) crowded() bool {
 	return err == nil && n > p.conn.Opts.ReconnectBufSize/2
 }
 
-// Flush has nothing to do: the connection's own flusher sends acks at once.
+// Flush does nothing: the connection's own flusher sends acks at once.
 func (p *msgPort) Flush() error { return nil }
 
-// Lag is the number of messages that were behind the latest delivery. While Consume
-// pulls nothing, it is what the server last answered to [intake.askLag]. In the passive
-// shape it stands still while nothing is delivered.
+// Lag is the number of messages that were behind the latest delivery. While Consume does not
+// pull, it is the server's latest answer to [intake.askLag]. In the passive shape it does
+// not change while nothing is delivered.
 func (p *msgPort) Lag() int64 {
 	p.mu.Lock()
 	m, asked, behind := p.last, p.asked, p.behind
@@ -167,9 +165,9 @@ func (p *msgPort) Lag() int64 {
 	return int64(md.NumPending)
 }
 
-// nakAll gives messages back in the order of the stream, once. A message on its
-// last delivery is left to its AckWait: a nak would not bring it again. Only a [Mover]
-// or a larger MaxDeliver does.
+// nakAll gives messages back in the order of the stream, by one nak each. It does not nak a
+// message on its last delivery, since the server would not deliver it again: only a [Mover]
+// after the AckWait, or a larger MaxDeliver, brings it back.
 func (p *msgPort) nakAll(ms []jetstream.Msg, maxDeliver int) error {
 	type back struct {
 		m   jetstream.Msg
@@ -208,7 +206,7 @@ func (p *msgPort) nakAll(ms []jetstream.Msg, maxDeliver int) error {
 	return errors.Join(errs...)
 }
 
-// fromHeader lists headers in order of name; a name's values keep their order.
+// fromHeader lists headers in the order of their names. The values of a name keep their order.
 func fromHeader(h nats.Header) []dlq.Header {
 	if len(h) == 0 {
 		return nil

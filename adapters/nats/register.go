@@ -26,15 +26,15 @@ type RegisterConfig struct {
 	// Key is the key in the bucket; unset means "fleet".
 	Key string
 
-	// Replicas of a bucket that is created, 1 to 5; unset means 1. With 1 the register
-	// is away while its server is.
+	// Replicas is the number of replicas of a new bucket, 1 to 5; unset means 1. With 1
+	// the register is unavailable while its server is down.
 	Replicas int
 
 	// NoCreate refuses a bucket that does not exist, instead of creating it.
 	NoCreate bool
 }
 
-// Validate reports everything wrong at once.
+// Validate reports all wrong fields in one error.
 func (c RegisterConfig) Validate() error {
 	var errs []error
 	if len(c.Bucket) < 1 || len(c.Bucket) > 128 || !plain(c.Bucket) {
@@ -58,26 +58,26 @@ func plain(s string) bool {
 	return true
 }
 
-// Register is a [register.Register] in one key of a JetStream bucket. A write names
-// the revision that it replaces.
+// Register is a [register.Register] in one key of a JetStream bucket. A write names the
+// revision that it replaces.
 //
-// With more than one replica a leader that is cut off from the others may answer Read
-// with an older document, until it notices. It cannot write one.
+// With several replicas, a leader that is cut off from the others may answer Read with an
+// older document, until it notices. Such a leader cannot write.
 //
-// Register has no goroutine of its own, and does not close the connection. That should
-// reconnect for ever: nats.MaxReconnects(-1).
+// Register has no goroutine of its own and does not close the connection. Let the connection
+// reconnect without limit: nats.MaxReconnects(-1).
 type Register struct {
 	js     jetstream.JetStream
 	cfg    RegisterConfig
-	bucket atomic.Pointer[jetstream.KeyValue] // nil until it was found good
-	seen   atomic.Bool                        // it was there once, and is not created again
+	bucket atomic.Pointer[jetstream.KeyValue] // nil until the bucket is checked
+	seen   atomic.Bool                        // the bucket existed once, so it is not created again
 }
 
 var _ register.Register = (*Register)(nil)
 
-// NewRegister is the register in a bucket. It asks the server nothing: the bucket is
-// created or checked at the first use. A bucket that may forget a document, or read
-// from a replica that is behind, is an [ErrUnsuitable] of each method.
+// NewRegister returns the register in a bucket. It sends no request: the first use of a
+// method creates or checks the bucket. If the bucket may forget a document, or may read
+// from a replica that is behind, each method returns an [ErrUnsuitable].
 func NewRegister(js jetstream.JetStream, cfg RegisterConfig) (*Register, error) {
 	if js == nil {
 		return nil, errors.New("nats: register: a JetStream is needed")
@@ -92,10 +92,10 @@ func NewRegister(js jetstream.JetStream, cfg RegisterConfig) (*Register, error) 
 	return &Register{js: js, cfg: cfg}, nil
 }
 
-// stream is the name that the key-value store gives to a bucket's stream.
+// stream is the key-value store's name of the bucket's stream.
 func (c RegisterConfig) stream() string { return "KV_" + c.Bucket }
 
-// newBucket is the stream of a new bucket. Reads go to its leader.
+// newBucket is the configuration of a new bucket's stream. Reads go to its leader.
 func (c RegisterConfig) newBucket() jetstream.StreamConfig {
 	return jetstream.StreamConfig{
 		Name: c.stream(), Description: "a stormguard fleet's configuration",
@@ -104,12 +104,12 @@ func (c RegisterConfig) newBucket() jetstream.StreamConfig {
 	}
 }
 
-// open finds the bucket, or makes it, at the first use.
+// open finds the bucket, or creates it, at the first use.
 func (r *Register) open(ctx context.Context) (jetstream.KeyValue, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	// While it reconnects the client would keep a write, and send it later.
+	// During a reconnect the client would keep a write and send it later.
 	if conn := r.js.Conn(); !conn.IsConnected() {
 		return nil, fmt.Errorf("nats: register: the connection is %s: %w", conn.Status(), errors.Join(nats.ErrDisconnected, conn.LastError()))
 	}
@@ -133,7 +133,7 @@ func (r *Register) open(ctx context.Context) (jetstream.KeyValue, error) {
 	}
 	kv, err := ask(ctx, func(ctx context.Context) (jetstream.KeyValue, error) {
 		kv, err := r.js.KeyValue(ctx, r.cfg.Bucket)
-		if errors.Is(err, jetstream.ErrBucketNotFound) { // by a server that has not heard of it yet
+		if errors.Is(err, jetstream.ErrBucketNotFound) { // this server does not know the new bucket yet
 			<-ctx.Done()
 			err = ctx.Err()
 		}
@@ -146,7 +146,7 @@ func (r *Register) open(ctx context.Context) (jetstream.KeyValue, error) {
 	return kv, nil
 }
 
-// check refuses a bucket that would forget, or that reads what is behind.
+// check refuses a bucket that may forget a document, or may read an old one.
 func (c RegisterConfig) check(s jetstream.StreamConfig) error {
 	var errs []error
 	edit := func(flags string) string { return "nats stream edit " + c.stream() + " " + flags }
@@ -165,7 +165,7 @@ func (c RegisterConfig) check(s jetstream.StreamConfig) error {
 	return errors.Join(errs...)
 }
 
-// entry is what the key has; zero if there is nothing.
+// entry decodes the document of the key; zero values if the key has none.
 func (r *Register) entry(e jetstream.KeyValueEntry) (number uint64, document []byte, err error) {
 	if e == nil || e.Operation() != jetstream.KeyValuePut {
 		return 0, nil, nil
@@ -180,8 +180,8 @@ func (r *Register) entry(e jetstream.KeyValueEntry) (number uint64, document []b
 	return number, document, nil
 }
 
-// ask asks again what gets no answer: a stream without a leader gives none, and a broken
-// connection loses requests. What it asks must be the same when it is done twice.
+// ask repeats a request until it gets an answer: a stream without a leader gives none, and a
+// broken connection loses requests. A second run of do must have the same effect as one.
 func ask[T any](ctx context.Context, do func(context.Context) (T, error)) (T, error) {
 	for wait := 250 * time.Millisecond; ; wait *= 2 {
 		try, cancel := context.WithTimeout(ctx, wait)
@@ -215,7 +215,7 @@ func (r *Register) Read(ctx context.Context) (number uint64, document []byte, er
 	return number, document, err
 }
 
-// conflictWait is how long the write that was faster may take to be readable.
+// conflictWait is the pause between two reads that wait for a faster write to be readable.
 const conflictWait = 10 * time.Millisecond
 
 // CompareAndSet writes a document, in two round trips.
@@ -244,11 +244,11 @@ func (r *Register) CompareAndSet(ctx context.Context, number uint64, document []
 	case err == nil:
 		return nil
 	case errors.Is(err, jetstream.ErrNoStreamResponse):
-		return fmt.Errorf("nats: register: %w", err) // nobody got it
+		return fmt.Errorf("nats: register: %w", err) // no server got the write
 	case !errors.Is(err, jetstream.ErrKeyExists) && !errors.Is(err, jetstream.ErrKeyRevisionMismatch):
 		return fmt.Errorf("%w: nats: %w", register.ErrUnknown, err)
 	}
-	// With replicas, the write that was faster may be agreed and not yet be readable.
+	// With replicas, the faster write may be agreed but not readable yet.
 	for refused := err; ; {
 		if newest, _, _, err = r.get(ctx, kv); err != nil {
 			return errors.Join(err, refused)
@@ -262,8 +262,7 @@ func (r *Register) CompareAndSet(ctx context.Context, number uint64, document []
 	}
 }
 
-// Watch tells of a change when JetStream does. Once in 2 s it reads, for a sign of
-// life.
+// Watch reports a change when JetStream does. It also reads every 2 s, as a sign of life.
 func (r *Register) Watch(ctx context.Context, on func(register.Event)) error {
 	return registers.Watch(ctx, func(number uint64, document []byte, err error) {
 		on(register.Event{Number: number, Document: document, Err: err})
@@ -273,10 +272,10 @@ func (r *Register) Watch(ctx context.Context, on func(register.Event)) error {
 var errWatchOver = errors.New("nats: register: the watch has ended")
 
 func (r *Register) session(ctx context.Context, emit func(uint64, []byte) error) error {
-	ctx, cancel := context.WithCancel(ctx) // which ends the watch of the bucket
+	ctx, cancel := context.WithCancel(ctx) // its end ends the watch of the bucket
 	defer cancel()
 	var kv jetstream.KeyValue
-	var seen uint64 // the revision that was read last
+	var seen uint64 // the revision of the latest read
 	look := func() error {
 		ctx, cancel := context.WithTimeout(ctx, registers.Pulse)
 		defer cancel()
@@ -294,7 +293,7 @@ func (r *Register) session(ctx context.Context, emit func(uint64, []byte) error)
 	if err := look(); err != nil {
 		return err
 	}
-	late := time.AfterFunc(registers.Pulse, cancel) // the client would wait for an answer as long as ctx lives
+	late := time.AfterFunc(registers.Pulse, cancel) // the client waits for an answer until ctx ends
 	watcher, err := kv.Watch(ctx, r.cfg.Key)
 	late.Stop()
 	if err != nil {
@@ -308,7 +307,7 @@ func (r *Register) session(ctx context.Context, emit func(uint64, []byte) error)
 			if !ok {
 				return errors.Join(ctx.Err(), errWatchOver)
 			}
-			if e == nil || e.Revision() <= seen { // the end of what was there at first; a look was faster
+			if e == nil || e.Revision() <= seen { // the end of the initial entries, or a look was faster
 				continue
 			}
 			number, document, err := r.entry(e)

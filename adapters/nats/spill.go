@@ -18,8 +18,8 @@ import (
 
 var _ guard.Spiller[jetstream.Msg] = (*consumePort)(nil)
 
-// spillHead is what the spill keeps of a message beside its data. Texts are bytes, since
-// they need not be UTF-8.
+// spillHead is the part of a message that the spill keeps in addition to its data. Texts are
+// bytes, since they need not be UTF-8.
 type spillHead struct {
 	Subject  []byte                 `json:"subject"`
 	Header   []spillHeader          `json:"header,omitempty"`
@@ -31,7 +31,7 @@ type spillHeader struct {
 	Values [][]byte `json:"values"`
 }
 
-// Spill is [guard.Spiller]'s.
+// Spill implements [guard.Spiller].
 func (p *consumePort) Spill(m jetstream.Msg) (head, body []byte, err error) {
 	h := spillHead{Subject: []byte(m.Subject())}
 	for name, values := range m.Headers() {
@@ -48,7 +48,7 @@ func (p *consumePort) Spill(m jetstream.Msg) (head, body []byte, err error) {
 	return head, m.Data(), err
 }
 
-// Unspill is [guard.Spiller]'s.
+// Unspill implements [guard.Spiller].
 func (p *consumePort) Unspill(head, body []byte) (jetstream.Msg, error) {
 	var h spillHead
 	if err := json.Unmarshal(head, &h); err != nil {
@@ -66,8 +66,8 @@ func (p *consumePort) Unspill(head, body []byte) (jetstream.Msg, error) {
 	return m, nil
 }
 
-// workedOn gives handle messages whose InProgress succeeds although they are acked. A message
-// that went to the disk is acked at the server, and needs no more time there.
+// workedOn wraps messages for handle, so that InProgress also succeeds on an acked message. A
+// message on the disk is acked at the server, and needs no more time there.
 func workedOn(handle func(context.Context, jetstream.Msg) error) func(context.Context, jetstream.Msg) error {
 	return func(ctx context.Context, m jetstream.Msg) error { return handle(ctx, workedMsg{m}) }
 }
@@ -81,8 +81,8 @@ func (m workedMsg) InProgress() error {
 	return nil
 }
 
-// spilledMsg is a message from the spill. The server has its ack, so the handler can tell
-// it nothing.
+// spilledMsg is a message from the spill. The server has its ack, so the handler can no
+// longer settle it.
 type spilledMsg struct {
 	subject  string
 	header   nats.Header

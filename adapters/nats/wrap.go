@@ -21,38 +21,47 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// WrapConsumer is the passive shape: the consumer that an existing program
-// already calls, with the guard between it and the server. What the program does
-// to a message is the outcome: Ack and DoubleAck are success, [Fail] is failure with its
-// error, Nak and NakWithDelay are failure without one, and Term and TermWithReason are
-// [guard.Permanent]. Use Fail: without the error an outage is noticed late, and one line
-// at WARN says so. Nothing is nak'ed or terminated at the server: the guard decides
-// about the retry, the hold or the dead letter. A message is settled once;
-// again is [jetstream.ErrMsgAlreadyAckd]. One that is not settled within the
-// consumer's AckWait has failed; InProgress begins that time anew.
+// WrapConsumer is the passive shape: it returns the consumer for an existing program to
+// call, with the guard between the program and the server.
 //
-// One message is out at a time, in the order of the stream, unless the policy has
-// more [guard.Policy.Workers]. With those a retry comes after messages that were
-// behind it. A program that settles a whole batch at its end needs as many Workers
-// as the batch has messages: otherwise a fetch ends 400ms after the first message,
-// and one line at WARN says so. With an order, fetches pull one after the other, also those
-// of several goroutines. But then have one Consume or one Messages at a time, and no fetch
-// beside it: the server deals messages out to all pulls, and a line at WARN says so.
+// The program's call on a message is its outcome. Ack and DoubleAck mean success, [Fail]
+// means failure with an error, Nak and NakWithDelay mean failure without an error, and Term
+// and TermWithReason mean [guard.Permanent]. Use Fail: without the error the guard notices
+// an outage late, and one line at WARN says so. The server gets no nak and no term: the
+// guard decides about retry, hold or dead letter.
 //
-// What it cannot do: it sees only these outcomes. There is no handler timeout,
-// and a panic is the program's.
-// What waits in nats.go's own buffer is not extended, so keep MaxAckPending
-// within the window, as the defaults do; a larger one is logged. While the
-// source holds, calls return as they do when there are no messages, and what
-// they pulled comes with a later call. [Consume] has none of these limits.
+// A message is settled once; a second call returns [jetstream.ErrMsgAlreadyAckd]. A message
+// that is not settled within the consumer's AckWait has failed; InProgress restarts that
+// time.
 //
-// The source ends with the Guard: call [guard.Guard.Close] after the program has stopped
-// consuming, and what is held is given back. A pull that is still open is stopped, and what it
-// brings by then comes again after its AckWait. If the program reads nothing for a minute, or
-// for an AckWait if that is longer, what is held comes again, here or in another process, and a
-// line at WARN says so. Ordered consumers and those
-// without explicit acks are an [ErrUnsuitable]. Each call of Consume or
-// Messages starts one or two goroutines, which end when it is stopped.
+// The program gets one message at a time, in the order of the stream, unless the policy has
+// more [guard.Policy.Workers]. With more, a retry comes after messages that were behind it.
+// A program that settles whole batches at their end needs as many Workers as a batch has
+// messages. Otherwise a fetch ends 400ms after the first message, and one line at WARN says
+// so.
+//
+// With an order, fetches pull one after the other, also in several goroutines. Have only one
+// Consume or one Messages at a time, and no fetch at the same time: the server deals messages
+// out to all open pulls. A line at WARN says so.
+//
+// The limits of this shape, which [Consume] does not have:
+//
+//   - The guard sees only these outcomes. There is no handler timeout, and the program has to
+//     handle its panics.
+//   - The guard does not extend messages in nats.go's own buffer. Keep MaxAckPending within
+//     the window, as the defaults do; a larger one is logged.
+//   - While the source holds, calls return as if there were no messages. Messages that they
+//     pulled come with a later call.
+//
+// The source ends with the Guard. Call [guard.Guard.Close] after the program has stopped
+// consuming: it gives held messages back. It stops an open pull, whose last messages come
+// again after their AckWait.
+//
+// If the program reads nothing for a minute (or for an AckWait if that is longer), held
+// messages come again, here or in another process. A line at WARN says so.
+//
+// An ordered consumer, or a consumer without explicit acks, is an [ErrUnsuitable]. Each call
+// of Consume or Messages starts one or two goroutines, which end when it is stopped.
 func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (jetstream.Consumer, error) {
 	o, err := sourceOptions(g, opts)
 	if err != nil {
@@ -94,7 +103,7 @@ func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (
 	}, nil
 }
 
-// override changes the window of a source that was just opened.
+// override sets the window of a new source.
 func override[M any](src *guard.Source[M], window int) error {
 	if window == 0 {
 		return nil
@@ -120,11 +129,11 @@ var (
 	errNotWrapped = errors.New("nats: not a message of a wrapped consumer")
 )
 
-// Fail reports the failure of a message of a wrapped consumer, as a handler
-// would return it: guard.Permanent, guard.Backoff and guard.Ignore mean what
-// they mean there. A nil err acks.
-// An error of the program's own stop is a failure, too: then settle nothing, and the
-// message is given back when the source ends.
+// Fail settles a message of a wrapped consumer with an error, as a handler would return it:
+// guard.Permanent, guard.Backoff and guard.Ignore have the same meaning. A nil err acks.
+//
+// Do not call Fail with an error that only comes from the program's own stop: it counts as a
+// failure, too. Settle nothing then: the source gives the message back when it ends.
 func Fail(m jetstream.Msg, err error) error {
 	w, ok := m.(*wrappedMsg)
 	if !ok {
@@ -136,10 +145,12 @@ func Fail(m jetstream.Msg, err error) error {
 // taken is a message that the source has.
 type taken struct {
 	jetstream.Msg
-	confirm context.Context               //nolint:containedctx // of DoubleAck; nil for a plain ack
-	acked   error                         // what the ack said; written and read by the goroutine that settles
-	lapsed  atomic.Pointer[jetstream.Msg] // nobody read, and it is not kept alive: its latest copy then
-	back    bool                          // it is the server's again; as acked
+	confirm context.Context //nolint:containedctx // of DoubleAck; nil for a plain ack
+	acked   error           // result of the ack; only the goroutine that settles writes and reads it
+	// lapsed is set when nobody reads and the message is no longer kept alive: the latest
+	// copy of the message at that time.
+	lapsed atomic.Pointer[jetstream.Msg]
+	back   bool // the message belongs to the server again; same goroutine as acked
 }
 
 // wrappedMsg is one attempt of a message, as the program sees it.
@@ -149,11 +160,11 @@ type wrappedMsg struct {
 	of    *taken
 	token guard.Token
 	lease *time.Timer
-	end   func() // of the program's reading
+	end   func() // ends passivePort.begin
 	done  atomic.Bool
 }
 
-// settle takes the program's outcome, if there is none yet.
+// settle takes the program's outcome, if the message has none yet.
 func (m *wrappedMsg) settle(confirm context.Context, err error) error {
 	if !m.done.CompareAndSwap(false, true) {
 		return jetstream.ErrMsgAlreadyAckd
@@ -163,8 +174,8 @@ func (m *wrappedMsg) settle(confirm context.Context, err error) error {
 	return m.tell(confirm, err)
 }
 
-// expire is the outcome at the end of the lease. It may run before hand has
-// kept the timer, and so leaves that alone.
+// expire settles the message at the end of its lease. It does not touch the timer, since it
+// may run before hand has stored the timer.
 func (m *wrappedMsg) expire() {
 	if m.done.CompareAndSwap(false, true) {
 		m.end()
@@ -172,17 +183,17 @@ func (m *wrappedMsg) expire() {
 	}
 }
 
-// tell hands the outcome to the source. Who has set done calls it.
+// tell hands the outcome to the source. Only the caller that has set done calls it.
 func (m *wrappedMsg) tell(confirm context.Context, err error) error {
 	m.of.confirm, m.of.acked = confirm, errNoAck
-	m.w.src.Done(m.token, err) // acks right here
+	m.w.src.Done(m.token, err) // the ack is sent in this call
 	if err == nil {
 		return m.of.acked
 	}
 	return nil
 }
 
-// errNoAck stays when the source has ended, so that no ack went out.
+// errNoAck is the result of an ack that was not sent, since the source has ended.
 var errNoAck = fmt.Errorf("nats: ack: %w", guard.ErrClosed)
 
 func (m *wrappedMsg) Ack() error { return m.settle(nil, nil) } //nolint:staticcheck // nil: no confirmation
@@ -197,7 +208,7 @@ func (m *wrappedMsg) Nak() error {
 // NakWithDelay is Nak: the guard's own delays apply.
 func (m *wrappedMsg) NakWithDelay(time.Duration) error { return m.Nak() }
 
-// hidden says once that the program does not tell its errors.
+// hidden logs once that the program does not report its errors.
 func (w *wrapped) hidden() {
 	w.said.Do(func() {
 		w.log.Warn("the program naks without an error: an outage is noticed late, and may dead-letter healthy messages of a quiet source",
@@ -211,7 +222,7 @@ func (m *wrappedMsg) TermWithReason(reason string) error {
 	return m.settle(nil, guard.Permanent(fmt.Errorf("%w: %s", errTerm, reason))) //nolint:staticcheck // nil: no confirmation
 }
 
-// InProgress begins the message's AckWait anew, here and at the server.
+// InProgress restarts the message's AckWait, here and at the server.
 func (m *wrappedMsg) InProgress() error {
 	if m.done.Load() {
 		return jetstream.ErrMsgAlreadyAckd
@@ -224,21 +235,20 @@ func (m *wrappedMsg) InProgress() error {
 type passivePort struct {
 	msgPort
 	maxDeliver int
-	name       string // the source's
+	name       string // name of the source
 	log        *slog.Logger
 
-	unreadFor time.Duration // after which what is held is left to the server
+	unreadFor time.Duration // time without a reader until held messages are left to the server
 	born      time.Time
-	reading   atomic.Int32 // calls that hand out, and messages in the program's hand
-	read      atomic.Int64 // when the last of them ended, since born
-	lapse     atomic.Bool  // nobody has read since it was said
+	reading   atomic.Int32 // calls that hand out messages, and unsettled messages of the program
+	read      atomic.Int64 // when reading last went down, since born
+	lapse     atomic.Bool  // the warning was logged, and nobody has read since
 
 	mu     sync.Mutex
-	parked map[*taken]struct{} // taken from the server, not in the source yet
+	parked map[*taken]struct{} // messages from the server that are not in the source yet
 }
 
-// begin notes that the program reads, or works on what it has read, until the returned
-// function is called.
+// begin notes that the program reads, or works on a message, until end is called.
 func (p *passivePort) begin() (end func()) {
 	p.reading.Add(1)
 	p.lapse.Store(false)
@@ -248,8 +258,8 @@ func (p *passivePort) begin() (end func()) {
 	})
 }
 
-// unread tells whether the program reads no more: it would keep what is held from all other
-// processes.
+// unread reports whether the program no longer reads: it would keep held messages from all
+// other processes.
 func (p *passivePort) unread() bool {
 	return p.reading.Load() == 0 && time.Since(p.born)-time.Duration(p.read.Load()) >= p.unreadFor
 }
@@ -273,19 +283,19 @@ func (p *passivePort) Ack(m *taken) error {
 	return m.acked
 }
 
-// gone tells whether a message has lapsed, and did not come again to this process.
+// gone reports whether a message has lapsed and has not come to this process again.
 func (p *passivePort) gone(m *taken) bool {
 	then := m.lapsed.Load()
 	return then != nil && p.copies.of(m.Msg) == *then
 }
 
-// Extend also keeps alive what is parked. What nobody reads is left to the server.
+// Extend also keeps parked messages alive. While nobody reads, it leaves all to the server.
 func (p *passivePort) Extend(ms []*taken) {
 	p.mu.Lock()
 	ms = slices.AppendSeq(slices.Clip(ms), maps.Keys(p.parked))
 	p.mu.Unlock()
 	if p.unread() {
-		for _, m := range ms { // the program has none of them in hand
+		for _, m := range ms { // the program works on none of them
 			latest := p.copies.of(m.Msg)
 			m.lapsed.Store(&latest)
 		}
@@ -307,14 +317,14 @@ func (p *passivePort) Extend(ms []*taken) {
 func (p *passivePort) Return(ms []*taken, _ guard.Reason) error {
 	back := make([]jetstream.Msg, 0, len(ms))
 	for _, m := range ms {
-		if !p.gone(m) { // another process may have it, and would lose it by a nak
+		if !p.gone(m) { // another process may have a lapsed message, and would lose it by a nak
 			back = append(back, m.Msg)
 		}
 	}
 	return p.nakAll(back, p.maxDeliver)
 }
 
-// Demand has nothing to do: no pull opens before the one before it has found room.
+// Demand does nothing: no pull opens before the messages of the previous pull have room.
 func (p *passivePort) Demand(int) {}
 
 // park begins or ends the time in which a message waits for room.
@@ -328,8 +338,7 @@ func (p *passivePort) park(t *taken, waits bool) {
 	}
 }
 
-// full tells whether a message that was pulled waits for room: another would wait
-// behind it.
+// full reports whether a pulled message waits for room: another would wait behind it.
 func (p *passivePort) full() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -343,25 +352,25 @@ type wrapped struct {
 	port   *passivePort
 	lease  time.Duration
 	window int
-	// drainFor is how long a drain waits for what its order puts behind a head that waits.
+	// drainFor is how long a drain waits for messages that wait behind a head, in order.
 	drainFor time.Duration
 	copyWait time.Duration
-	name     string // the source's
+	name     string // name of the source
 	log      *slog.Logger
-	said     sync.Once // that the program's failures have no error
+	said     sync.Once // logs that the program's failures have no error
 
-	pulls   pulls     // of fetches
-	short   sync.Once // it was said that a batch ended early
-	readers atomic.Int32
-	several sync.Once // it was said that there are several readers
+	pulls   pulls        // pulls of fetches
+	short   sync.Once    // logs that a batch ended early
+	readers atomic.Int32 // open calls of Consume and Messages
+	several sync.Once    // logs that there are several readers
 }
 
-// offer gives a message that was pulled to the source, unless it is a copy of one that
-// the source has, or had. It waits for room, and keeps the message alive meanwhile.
+// offer gives a pulled message to the source, unless it is a copy of a message that the
+// source has or had. It waits for room, and keeps the message alive meanwhile.
 //
-// It returns nil if ctx ends first, and the message has gone back. If the source has
-// ended, [guard.ErrClosed], the message is left to its AckWait: a nak would bring it right
-// back as long as a pull is open, and each time costs a delivery.
+// If ctx ends first, offer gives the message back and returns nil. If the source has ended,
+// offer returns [guard.ErrClosed] and leaves the message to its AckWait: while a pull is
+// open, a nak would bring it back at once, and each time costs a delivery.
 func (w *wrapped) offer(ctx context.Context, m jetstream.Msg) error {
 	p := w.port
 	if !p.took(m) {
@@ -378,13 +387,13 @@ func (w *wrapped) offer(ctx context.Context, m jetstream.Msg) error {
 		return err
 	}
 	latest := p.copies.of(m)
-	p.copies.settled(m, false) // first: what the nak brings back may be here at once, and is no copy
+	p.copies.settled(m, false) // before the nak: the redelivery may come at once, and is no copy
 	_ = p.nakAll([]jetstream.Msg{latest}, p.maxDeliver)
 	return nil
 }
 
-// hand makes an item the program's. It is nil for one that has lapsed, which goes back, unless
-// the server gave it to this process again.
+// hand makes the program's message of an item. It returns nil if the message has lapsed and
+// the server has not given it to this process again: then it takes the item back.
 func (w *wrapped) hand(it guard.Item[*taken]) jetstream.Msg {
 	if w.port.gone(it.Msg) {
 		w.takeBack(it)
@@ -396,7 +405,7 @@ func (w *wrapped) hand(it guard.Item[*taken]) jetstream.Msg {
 	return m
 }
 
-// takeBack forgets an item that has lapsed: if it comes again, it is new here.
+// takeBack forgets a lapsed item: if the message comes again, it is new here.
 func (w *wrapped) takeBack(it guard.Item[*taken]) {
 	it.Msg.back = true
 	w.src.Done(it.Token, guard.Ignore(errLapsed))
@@ -404,11 +413,11 @@ func (w *wrapped) takeBack(it guard.Item[*taken]) {
 
 var errLapsed = fmt.Errorf("nats: it was not kept alive: %w", guard.ErrTakenBack)
 
-// drained tells whether nothing is about to be handed out.
+// drained reports whether no message is about to be handed out.
 func (w *wrapped) drained() bool { return w.src.Account().Waiting == 0 }
 
-// overdue tells whether a drain is to end although messages wait, and says so. moved is when its
-// pull ended, or it handed a message out after that.
+// overdue reports whether a drain must end although messages wait, and logs it. moved is when
+// the drain's pull ended, or when it last handed a message out after that.
 func (w *wrapped) overdue(moved time.Time) bool {
 	if time.Since(moved) < w.drainFor {
 		return false
@@ -419,8 +428,8 @@ func (w *wrapped) overdue(moved time.Time) bool {
 	return true
 }
 
-// reads notes a Consume or an iterator until the returned function is called. With an order it
-// says once that it is not the only pull.
+// reads counts a Consume or an iterator as a reader, until the caller calls done. With an
+// order it logs once if there is another pull.
 func (w *wrapped) reads() (done func()) {
 	if w.readers.Add(1) > 1 || len(w.pulls.turn) > 0 {
 		w.saySeveral()
@@ -456,7 +465,7 @@ func (w *wrapped) Consume(handler jetstream.MessageHandler, opts ...jetstream.Pu
 	inner, err := w.Consumer.Consume(func(m jetstream.Msg) {
 		if w.offer(offering, m) != nil {
 			<-opened
-			inner.Stop() // here, for the program's handler may not return for long
+			inner.Stop() // here, since the program's handler may take long to return
 		}
 	}, opts...)
 	if err != nil {
@@ -475,10 +484,10 @@ func (w *wrapped) Consume(handler jetstream.MessageHandler, opts ...jetstream.Pu
 	return c, nil
 }
 
-// pump hands messages to f until stop, until the source ends, or until the pull is closed
-// and nothing is left that may be handled, or the drain is overdue.
+// pump hands messages to f until stop or the end of the source. After the pull is closed, it
+// ends when no message may be handled, or the drain is overdue.
 func (w *wrapped) pump(stop, closed <-chan struct{}, f func(jetstream.Msg)) {
-	var over time.Time // when the pull was closed, or what was handed out after that was done
+	var over time.Time // when the pull was closed, or when f last returned after that
 	for idle := 0; idle < 2; {
 		select {
 		case <-stop:
@@ -522,11 +531,11 @@ func (w *wrapped) pump(stop, closed <-chan struct{}, f func(jetstream.Msg)) {
 type wrappedConsume struct {
 	jetstream.ConsumeContext
 	stop    context.CancelFunc
-	unoffer context.CancelFunc // nothing waits for room any more
+	unoffer context.CancelFunc // ends every wait for room
 	closed  chan struct{}
 }
 
-// Drain gives back what the window has no room for: it may be full until an outage ends.
+// Drain gives back messages that wait for room: the window may be full until an outage ends.
 func (c *wrappedConsume) Drain() {
 	c.unoffer()
 	c.ConsumeContext.Drain()
@@ -550,9 +559,8 @@ func (w *wrapped) Messages(opts ...jetstream.PullMessagesOpt) (jetstream.Message
 	return &iterator{w: w, inner: inner, ctx: ctx, stop: stop, offering: offering, unoffer: unoffer, read: w.reads()}, nil
 }
 
-// iterator is a wrapped MessagesContext. One goroutine at most asks the client
-// for the next message; it may outlive the Next that started it, and ends with
-// the pull.
+// iterator is a wrapped MessagesContext. At most one goroutine asks the client for the next
+// message. It may outlive the Next that started it, and ends with the pull.
 type iterator struct {
 	w     *wrapped
 	inner jetstream.MessagesContext
@@ -561,11 +569,11 @@ type iterator struct {
 	read  func()
 
 	offering context.Context    //nolint:containedctx // until Stop or Drain
-	unoffer  context.CancelFunc // nothing waits for room any more
+	unoffer  context.CancelFunc // ends every wait for room
 
-	next   sync.Mutex // held through Next
-	asking chan error // its answer; nil if nobody asks
-	over   time.Time  // when the pull ended, or a message was handed out after that; zero before
+	next   sync.Mutex // held during Next
+	asking chan error // answer of the goroutine that asks the client; nil if there is none
+	over   time.Time  // when the pull ended, or when a message was last handed out after that; zero before
 }
 
 func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
@@ -650,8 +658,8 @@ func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
 	return nil, jetstream.ErrMsgIteratorClosed
 }
 
-// nextOptions is what NextMaxWait and NextContext asked for. They are functions
-// over a type that nats.go does not export, so one of it is made and read.
+// nextOptions returns the values of NextMaxWait and NextContext. These options are functions
+// on a type that nats.go does not export, so nextOptions makes a value of it and reads that.
 func nextOptions(opts []jetstream.NextOpt) (timeout time.Duration, ctx context.Context) {
 	for _, opt := range opts {
 		f := reflect.ValueOf(opt)

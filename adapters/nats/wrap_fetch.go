@@ -17,42 +17,42 @@ import (
 )
 
 const (
-	// settleDown is how long a call waits for the source to hand out what it
-	// has just been offered. No event says that nothing more will come, only counts do,
-	// so a call whose pull is over looks at those, and ends with its wait or after stuck
-	// looks; one that drains, as soon as nothing waits.
+	// settleDown is the time between two looks at the source's counts: time for the source to
+	// hand out a message that it has just got. Only the counts say that nothing more will
+	// come; there is no event. A call whose pull is over looks at them, and ends with its
+	// wait or after stuck looks. A call that drains ends as soon as no message waits.
 	settleDown = 20 * time.Millisecond
-	// stuck is after how many of those a fetch takes what waits to be behind a retry
-	// of its lane.
+	// stuck is the number of looks after which a fetch assumes that the waiting messages are
+	// behind a retry of their lane.
 	stuck = 20
-	// copyWait is how long a fetch waits for the copy of a message that has lapsed: a round
-	// trip. It is at most half of Breaker.Slow, or the wait would be a slow call.
+	// copyWait is how long a fetch waits for the copy of a lapsed message: a round trip. It
+	// is at most half of Breaker.Slow, or the wait would be a slow call.
 	copyWait = time.Second
 )
 
-// Fetch is up to batch messages that may be handled now.
+// Fetch returns up to batch messages that may be handled now.
 func (w *wrapped) Fetch(batch int, opts ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
 	return w.fetch(asking{most: batch, opts: opts, pull: func(n, _ int, opts ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
 		return w.Consumer.Fetch(n, opts...)
 	}})
 }
 
-// FetchNoWait is up to batch messages that are there.
+// FetchNoWait returns up to batch messages that are there already.
 func (w *wrapped) FetchNoWait(batch int) (jetstream.MessageBatch, error) {
 	return w.fetch(asking{most: batch, noWait: true, pull: func(n, _ int, _ ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
 		return w.Consumer.FetchNoWait(n)
 	}})
 }
 
-// FetchBytes is messages until they have maxBytes, if the source has room. Those that were
-// held come first.
+// FetchBytes returns messages until they have maxBytes, if the source has room. Held messages
+// come first.
 func (w *wrapped) FetchBytes(maxBytes int, opts ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
 	return w.fetch(asking{most: w.window, bytes: maxBytes, opts: opts, pull: func(_, n int, opts ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
 		return w.Consumer.FetchBytes(n, opts...)
 	}})
 }
 
-// Next is one message that may be handled now, or [nats.ErrTimeout].
+// Next returns one message that may be handled now, or [nats.ErrTimeout].
 func (w *wrapped) Next(opts ...jetstream.FetchOpt) (jetstream.Msg, error) {
 	b, err := w.Fetch(1, opts...)
 	if err != nil {
@@ -67,24 +67,25 @@ func (w *wrapped) Next(opts ...jetstream.FetchOpt) (jetstream.Msg, error) {
 	return nil, nats.ErrTimeout
 }
 
-// asking is what a fetch was called with.
+// asking has the parameters of a fetch.
 type asking struct {
 	most, bytes int // bytes: 0 for no limit
 	noWait      bool
 	opts        []jetstream.FetchOpt
-	// pull opens one, for some messages or some bytes.
+	// pull opens a pull for a number of messages or of bytes.
 	pull func(messages, bytes int, opts ...jetstream.FetchOpt) (jetstream.MessageBatch, error)
 }
 
-// limits is how long the options let a fetch wait, and the context that they have, or nil.
-// They are functions over a type that nats.go does not export, so one of it is made and read.
+// limits returns the wait and the context of the options; the context may be nil. Options are
+// functions on a type that nats.go does not export, so limits makes a value of it and reads
+// that.
 func (a *asking) limits() (wait time.Duration, ctx context.Context, err error) {
 	if a.noWait {
 		return 0, nil, nil
 	}
 	req := reflect.New(reflect.TypeFor[jetstream.FetchOpt]().In(0).Elem())
 	if f := req.Elem().FieldByName("allowMaxBytes"); f.IsValid() && f.Kind() == reflect.Bool {
-		*(*bool)(f.Addr().UnsafePointer()) = true // where it is not, the client says so
+		*(*bool)(f.Addr().UnsafePointer()) = true // if it is not allowed, the client returns the error
 	}
 	for _, opt := range a.opts {
 		if err, _ := reflect.TypeAssert[error](reflect.ValueOf(opt).Call([]reflect.Value{req})[0]); err != nil {
@@ -100,7 +101,7 @@ func (a *asking) limits() (wait time.Duration, ctx context.Context, err error) {
 	return jetstream.DefaultExpires, ctx, nil
 }
 
-// within is the option that a pull ends after left at the latest.
+// within is an option that ends a pull after left at the latest.
 func within(left time.Duration) jetstream.FetchOpt {
 	kind := reflect.TypeFor[jetstream.FetchOpt]()
 	opt, _ := reflect.TypeAssert[jetstream.FetchOpt](reflect.MakeFunc(kind, func(args []reflect.Value) []reflect.Value {
@@ -111,7 +112,7 @@ func within(left time.Duration) jetstream.FetchOpt {
 			}
 		}
 		lower("Expires", left, left)
-		lower("Heartbeat", left/2, 0) // one that is unset is below 0
+		lower("Heartbeat", left/2, 0) // an unset heartbeat is below 0
 		return []reflect.Value{reflect.Zero(kind.Out(0))}
 	}))
 	return opt
@@ -138,22 +139,22 @@ func (b *batch) fail(err error) {
 	b.err = err
 }
 
-// pulls are those of a wrapped consumer's fetches.
+// pulls are the open pulls of a wrapped consumer's fetches.
 type pulls struct {
-	// turn has a place for each that may be open at once. With an order it is one: the
-	// server deals messages out to all that are open, and each has a goroutine.
+	// turn has a place for each pull that may be open at once. With an order it has one
+	// place: the server deals messages out to all open pulls, and each has a goroutine.
 	turn chan struct{}
 
 	mu    sync.Mutex
-	asked int // how many messages they may still bring
-	left  int // and of these, those whose call has returned
+	asked int // how many messages all open pulls may still bring
+	left  int // how many messages the pulls of returned calls may still bring, a part of asked
 }
 
 func (p *pulls) ordered() bool { return cap(p.turn) == 1 }
 
 func newPulls(order guard.Order, window int) pulls {
 	n := 1
-	if order == guard.OrderNone { // an update cannot change it
+	if order == guard.OrderNone { // an update of the policy cannot change the order
 		n = max(2, window)
 	}
 	return pulls{turn: make(chan struct{}, n)}
@@ -161,16 +162,16 @@ func newPulls(order guard.Order, window int) pulls {
 
 // opened is a pull that a fetch has opened.
 type opened struct {
-	ended chan struct{} // closed when the pull has ended; then the two below are set
-	short bool          // it has brought less than it was asked for
+	ended chan struct{} // closed when the pull has ended; short and err are set before
+	short bool          // the pull brought fewer messages than asked for
 	err   error
 
-	// Under pulls.mu.
-	rest int  // how many messages it may still bring
-	gone bool // its call has returned
+	// Guarded by pulls.mu.
+	rest int  // how many messages the pull may still bring
+	gone bool // the call that opened the pull has returned
 }
 
-// end is closed when the pull has ended; nil if there is none.
+// end returns a channel that is closed when the pull has ended; nil if there is no pull.
 func (o *opened) end() <-chan struct{} {
 	if o == nil {
 		return nil
@@ -200,17 +201,17 @@ func (p *pulls) leave(o *opened) {
 	p.left += o.rest
 }
 
-// want is how many messages a call that wants most may pull: those of calls that have
-// returned come to it, too.
+// want is how many messages a call that wants most may pull. The open pulls of returned calls
+// also bring messages for this call.
 func (p *pulls) want(most, room int) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return min(most-p.left, room-p.asked)
 }
 
-// open pulls up to most messages, if the source has room for what is pulled. It is nil with
-// a nil error if it has not. The caller has a place in turn; open or the pull's goroutine
-// gives it back.
+// open pulls up to most messages, if the source has room for them. Without room it returns
+// nil and a nil error. The caller has a place in turn; open or the pull's goroutine gives
+// the place back.
 func (w *wrapped) open(a *asking, most, bytes int, opts ...jetstream.FetchOpt) (o *opened, err error) {
 	defer func() {
 		if o == nil { // also if an option panics
@@ -242,10 +243,10 @@ func (w *wrapped) open(a *asking, most, bytes int, opts ...jetstream.FetchOpt) (
 	return o, nil
 }
 
-// take gives the source what a pull brings. It ends with the pull, or with the source
-// ([guard.ErrClosed]). A message that waits for room does not keep those that the source has
-// from being handed out, since only their acks make room: the source's bytes may be used up
-// before its messages are.
+// take gives the messages of a pull to the source. It ends with the pull, or with the source
+// ([guard.ErrClosed]). While a message waits for room, the source still hands out the
+// messages that it has, since only their acks make room. The source may run out of bytes
+// before it runs out of messages.
 func (w *wrapped) take(pull jetstream.MessageBatch, o *opened) error {
 	rest := o.rest
 	defer w.pulls.count(o, 0)
@@ -267,44 +268,46 @@ func (w *wrapped) take(pull jetstream.MessageBatch, o *opened) error {
 	}
 }
 
-// fetching is a fetch under way. Its goroutine alone has it.
+// fetching is a running fetch. Only its goroutine uses it.
 type fetching struct {
 	w     *wrapped
 	a     *asking
 	batch *batch
-	until time.Time // its wait ends
+	until time.Time // end of the fetch's wait
 
-	own     *opened         // its latest pull, or nil
-	pulling <-chan struct{} // that is open; nil if it is not
-	turn    chan struct{}   // a place for a pull is waited for; nil if not
-	ended   bool            // nothing more is handed out
-	over    bool            // nothing more is pulled
-	given   int             // messages
-	last    time.Time       // when the latest was handed out
-	size    int             // and their bytes
-	idle    int             // looks at which nothing was about to be handed out
+	own     *opened         // the fetch's latest pull, or nil
+	pulling <-chan struct{} // closed when own ends; nil if own is not open
+	turn    chan struct{}   // where the fetch waits for a place to pull; nil if it does not wait
+	ended   bool            // the fetch hands out no more
+	over    bool            // the fetch pulls no more
+	given   int             // messages that were handed out
+	last    time.Time       // when the latest message was handed out
+	size    int             // bytes of the messages that were handed out
+	idle    int             // looks since the latest message that promised no more; stuck/2 each if none waits
 
-	late   *guard.Item[*taken] // has lapsed, and the open pull may bring its copy; nil for none
-	lateAt time.Time           // when it was taken …
-	came   uint64              // … and what had come by then; see wrapped.came
-	gaveUp bool                // it did not come: the others go back at once, so that all come again in order
+	late   *guard.Item[*taken] // a lapsed item whose copy the open pull may bring; nil for none
+	lateAt time.Time           // when late was taken
+	came   uint64              // wrapped.came when late was taken
+	gaveUp bool                // the copy did not come: other lapsed items go back at once, so that all come again in order
 }
 
-// fetch pulls what the source has room for and hands out what it lets through.
-// It starts two goroutines. One hands out, and ends when what the pull brought is handed
-// out, and after the wait, or shortly after it, at the latest. The other is [wrapped.take]:
-// when messages that were held have filled the batch, the pull goes on until it ends, and
-// what it brings is a later call's: that pulls less.
+// fetch pulls as many messages as the source has room for, and hands out those that the source
+// lets through. It starts two goroutines:
 //
-// A call whose turn it is not hands out what the open pull brings, and pulls in its turn. So
-// does a call that has nothing when its pull is over, for as long as it waits: somebody else
-// had what that brought, or the source had no room.
+//   - One hands out. It ends when the messages of the pull are handed out, at the latest
+//     after the wait or shortly after.
+//   - The other is [wrapped.take]. When held messages have filled the batch, the pull goes on
+//     until it ends. A later call gets its messages, and pulls fewer itself.
+//
+// A call that has no turn hands out the messages of the open pull, and pulls when its turn
+// comes. A call without messages pulls again after its pull, for as long as it waits: another
+// call got the messages, or the source had no room.
 func (w *wrapped) fetch(a asking) (jetstream.MessageBatch, error) {
 	if w.src.State().Ended {
 		return nil, guard.ErrClosed
 	}
 	if a.most < 1 {
-		return a.pull(0, 0) // the client says what is wrong; of fewer it panics
+		return a.pull(0, 0) // the client returns the error; for a negative number it panics
 	}
 	wait, ctx, err := a.limits()
 	if err != nil {
@@ -326,7 +329,7 @@ func (w *wrapped) fetch(a asking) (jetstream.MessageBatch, error) {
 	return f.batch, nil
 }
 
-// handOut ends as fetch says, and with ctx, if there is one.
+// handOut ends as the comment of fetch says, and when ctx ends, if it is not nil.
 func (f *fetching) handOut(ctx context.Context) {
 	defer close(f.batch.out)
 	defer func() { f.w.pulls.leave(f.own) }()
@@ -351,8 +354,8 @@ func (f *fetching) handOut(ctx context.Context) {
 		case <-f.pulling:
 			f.pulling = nil
 			f.batch.fail(f.own.err)
-			// A pull that brought all leaves the rest of the wait to the source, if
-			// it holds, which may be for less than that.
+			// After a pull that brought all messages, the fetch still waits: if the source
+			// holds, the hold may end before the wait.
 			f.over = f.over || f.own.short || f.own.err != nil
 			f.giveLate()
 		case <-f.w.src.Ended():
@@ -361,7 +364,7 @@ func (f *fetching) handOut(ctx context.Context) {
 			f.end(ctx.Err())
 		case it, ok := <-ready:
 			if !ok {
-				continue // it has ended
+				continue // the source has ended
 			}
 			f.idle = 0
 			if f.pulling != nil && !f.gaveUp && f.w.port.gone(it.Msg) {
@@ -378,7 +381,7 @@ func (f *fetching) handOut(ctx context.Context) {
 			f.look()
 		}
 	}
-	if f.late != nil { // its copy, if it came, comes again
+	if f.late != nil { // if its copy came, it comes again
 		f.w.takeBack(*f.late)
 	}
 	if !f.ended {
@@ -386,7 +389,7 @@ func (f *fetching) handOut(ctx context.Context) {
 	}
 }
 
-// give hands an item out, if it has not lapsed.
+// give hands out an item, unless it has lapsed.
 func (f *fetching) give(it guard.Item[*taken]) {
 	m := f.w.hand(it)
 	if m == nil {
@@ -398,7 +401,7 @@ func (f *fetching) give(it guard.Item[*taken]) {
 	f.batch.out <- m
 }
 
-// giveLate ends the wait for the copy of a message that has lapsed.
+// giveLate ends the wait for the copy of a lapsed message.
 func (f *fetching) giveLate() {
 	if it := f.late; it != nil {
 		f.late, f.gaveUp = nil, f.w.port.gone(it.Msg)
@@ -406,7 +409,7 @@ func (f *fetching) giveLate() {
 	}
 }
 
-// full tells whether the call has what it asked for.
+// full reports whether the fetch has as many messages or bytes as it asked for.
 func (f *fetching) full() bool {
 	return f.given == cap(f.batch.out) || f.a.bytes > 0 && f.size >= f.a.bytes
 }
@@ -416,7 +419,7 @@ func (f *fetching) end(err error) {
 	f.batch.fail(err)
 }
 
-// pull opens a pull in the call's turn, for what is left of its wait.
+// pull opens a pull in the fetch's turn, for the rest of its wait.
 func (f *fetching) pull() {
 	f.turn, f.gaveUp = nil, false
 	var late []jetstream.FetchOpt
@@ -431,9 +434,9 @@ func (f *fetching) pull() {
 	f.pulling = f.own.end()
 }
 
-// look sees from counts whether anything more will come.
+// look decides from the counts whether more messages will come.
 func (f *fetching) look() {
-	// The server delivers again before it delivers what is new, and in order.
+	// The server sends redeliveries before new messages, and in order.
 	if f.late != nil && (!f.w.port.gone(f.late.Msg) || f.w.came() > f.came || f.w.port.full() || time.Since(f.lateAt) >= f.w.copyWait) {
 		f.giveLate()
 		return
@@ -453,12 +456,12 @@ func (f *fetching) look() {
 	}
 }
 
-// came counts what the server has delivered, new or again, more or less: it grows with each.
+// came is an approximate count of deliveries, new and repeated. It grows with each.
 func (w *wrapped) came() uint64 {
 	return w.src.Account().Received + uint64(w.port.copies.newer.Load())
 }
 
-// sayShort says once that a batch ended since as many messages are out as may be.
+// sayShort logs once that a batch ended because as many messages are out as the policy allows.
 func (w *wrapped) sayShort(given, most int) {
 	workers := w.src.State().Settings.Workers
 	if a := w.src.Account(); given == 0 || given == most || a.Waiting == 0 || a.Processing < workers {
