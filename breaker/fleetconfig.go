@@ -10,70 +10,71 @@ import (
 	"time"
 )
 
-// FleetConfig is how the processes of a fleet decide, whatever carries it.
-// The zero value is valid and means the documented defaults. All processes of a
-// fleet need the same Quorum and Successes; they may differ in the rest.
+// FleetConfig is how the processes of a fleet decide together about breakers, whatever
+// carries their votes. The zero value is valid and means the documented defaults. All
+// processes of a fleet need the same Quorum and Successes. Other fields may differ.
 type FleetConfig struct {
 	// Quorum is the share of the roster that must agree to open a scope for the
-	// whole fleet, and to close it. In (0, 1]; unset means 0.5. At least
-	// two must, unless there is only one.
+	// whole fleet, and to close it. In (0, 1]; unset means 0.5. At least two processes
+	// must agree, unless the roster has only one.
 	//
-	// Low, a part of the fleet whose own path is broken stops the rest: at 0.1
-	// five bad processes of fifty do. High, a scope that few processes consume
-	// is never opened for the fleet, and each of them goes by its own breaker.
-	// At 0.5 or below, both halves of an even split can decide, each for
-	// itself; after it the later decision holds for all.
+	// Too low: a minority with a broken path stops everyone; at 0.1, five processes of
+	// fifty do. Too high: the fleet never opens a scope that few processes consume, and
+	// each of them uses its own breaker alone. At 0.5 or below, both halves of an even
+	// split can decide, each for itself. After the split the later decision holds for all.
 	Quorum float64
 
-	// Successes is how many probes of a round must succeed before the scope
-	// closes, from as many processes as make a quorum. In [1, 1000]; unset means
-	// 10, as for a breaker by itself.
+	// Successes is how many probes of a round must succeed before the scope closes, over
+	// all processes. A quorum of processes must agree, too. In [1, 1000]; unset means 10,
+	// as in Config.
 	Successes int
 
-	// Base and Cap are the backoff of open periods, as of a breaker: the one at
-	// level n lasts min(Cap, Base·2^(n-1)). Base in [1ms, 1h], unset means
-	// 100 ms; Cap in [Base, 24h], unset means 30 s, or Base if that is more. Cap
-	// also bounds a period that another process names.
+	// Base and Cap are the backoff of open periods, as in Config: the period of level n
+	// lasts min(Cap, Base·2^(n-1)). Base is in [1ms, 1h]; unset means 100 ms. Cap is in
+	// [Base, 24h]; unset means 30 s, or Base if that is more. Cap also limits a period
+	// that another process announces.
 	Base, Cap time.Duration
 
-	// Lease is how long a probe may stay out, by its own process's clock. One
-	// that is not settled by then has failed; and when nothing is heard of the
-	// process, the slot passes on. In [10ms, 1h]; unset means 45 s. It must be more
-	// than a call of a healthy handler takes. Else no probe of that handler passes, and
-	// each breaker goes by itself once rounds have ended so for twice a lease and four
-	// turns. A breaker whose Slow is more has no part in the fleet and goes by itself,
-	// with a warning. A guard's Slow is by default the handler's Timeout, but at most
-	// 40 s.
+	// Lease is how long a probe may stay out, by the clock of its own process. A probe
+	// that is not settled within Lease has failed. If its process is silent, another
+	// process probes. In [10ms, 1h]; unset means 45 s.
+	//
+	// Lease must be longer than a call of a healthy handler. Otherwise no probe of that
+	// handler succeeds. Once rounds have ended like this for 2·Lease + 4·Turn, each breaker
+	// decides alone. A breaker whose Slow is longer than Lease has no part in the fleet and
+	// decides alone; a warning says so. A guard's Slow is by default the handler's Timeout,
+	// but at most 40 s.
 	Lease time.Duration
 
-	// Turn is how long the others wait for the process whose turn it is to
-	// announce its probe. In [4·Settle, 1h]; unset means 2 s, or 4·Settle if that
-	// is more.
+	// Turn is how long the other processes wait for the process whose turn it is to
+	// announce its probe. In [4·Settle, 1h]; unset means 2 s, or 4·Settle if that is more.
 	Turn time.Duration
 
-	// Settle is how long a process that has just met the fleet, or has just got
-	// something to probe with, waits before it takes a turn. In [200ms, 1m]; unset
-	// means 500 ms. While news takes less than half of it between any two
-	// processes that hear each other, no two of them probe at once. Ticks must be
-	// closer together: a later one is a standstill, and who stood still settles anew.
+	// Settle is how long a process waits before it takes a turn, after it has met the
+	// fleet or got a message to probe with. In [200ms, 1m]; unset means 500 ms.
+	//
+	// No two processes probe at once while news takes less than Settle/2 between any two
+	// processes that hear each other. Ticks of a process must be closer together than
+	// Settle: a process whose tick comes later stood still, and waits for Settle again.
 	Settle time.Duration
 
-	// Silent is the silence after which a process no longer counts. In a large fleet
-	// what it rests is added, see crdt.Contact. In [100ms, 10m]; unset means 5 s.
+	// Silent is how long a process may be silent before it no longer counts. In
+	// [100ms, 10m]; unset means 5 s. A large fleet sends less often: the time that a
+	// process rests is added, see crdt.Contact.
 	Silent time.Duration
 
-	// Start is how long after its own start a process waits to be told about
-	// a scope it takes over. In [1ms, 1m]; unset means 1 s.
+	// Start is how long after its own start a process waits for the fleet's state of a
+	// scope that it takes over. In [1ms, 1m]; unset means 1 s.
 	Start time.Duration
 
-	// Keep is how long a vote is remembered after its process fell silent or gave
-	// the scope up, or after it became one of nothing wrong. In [Silent, 24h];
-	// unset means 10 min.
+	// Keep is how long a vote is remembered after its process fell silent or gave the
+	// scope up, or after it became a vote that nothing is wrong. In [Silent, 24h]; unset
+	// means 10 min.
 	Keep time.Duration
 
-	// Scopes is how many scopes are remembered, those of other processes
-	// included, and Votes how many votes over all of them. In [1, 1000000] and
-	// [1, 10000000]; unset means 10000 and 100000. About 300 bytes each.
+	// Scopes is how many scopes are remembered, scopes of other processes included. In
+	// [1, 1000000]; unset means 10000. Votes is how many votes are remembered, over all
+	// scopes. In [1, 10000000]; unset means 100000. Each takes about 300 bytes.
 	Scopes, Votes int
 }
 
@@ -94,8 +95,8 @@ func (c FleetConfig) WithDefaults() FleetConfig {
 	return c
 }
 
-// Validate reports everything that is wrong with c at once: each field, its value and
-// the allowed range. Unset fields are judged as their defaults.
+// Validate reports all wrong fields of c in one error: each field, its value and the
+// allowed range. Unset fields are judged as their defaults.
 func (c FleetConfig) Validate() error {
 	var w checks
 	c = c.WithDefaults()
@@ -116,21 +117,21 @@ func (c FleetConfig) Validate() error {
 	return errors.Join(w...)
 }
 
-// Roster is who may vote, by name. It is numbered: of two rosters the higher
-// number is the later. It says who belongs to the fleet, whether they are heard
-// or not, so that a lone side of a split knows that it is one.
+// Roster has the names of the processes that may vote. Of two rosters the one with the
+// higher number is later. A roster lists all processes of the fleet, heard or not, so that
+// the smaller side of a split knows that it is one.
 type Roster struct {
 	Number uint64
 	Names  []string // in any order
 }
 
 const (
-	maxRoster     = 4096 // bounds what one vote costs to count
+	maxRoster     = 4096 // bounds the cost of counting votes
 	maxRosterName = 128
 )
 
-// Validate reports everything that is wrong with r at once: no name or more than 4096,
-// an empty or repeated one, or one longer than 128 bytes.
+// Validate reports all errors of r in one error: no names or more than 4096, an empty name,
+// a repeated name, or a name longer than 128 bytes.
 func (r Roster) Validate() error {
 	var w checks
 	w.count("Roster: names", len(r.Names), 1, maxRoster)

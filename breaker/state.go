@@ -8,16 +8,17 @@ import (
 	"time"
 )
 
-// State is what a breaker does with admissions. The zero State is Closed.
+// State says what a breaker does with calls. The zero State is Closed.
 type State uint8
 
 const (
-	// Closed admits everything and counts.
+	// Closed admits every call and counts outcomes.
 	Closed State = iota
-	// Open refuses everything until its deadline. It stays Open past the
-	// deadline until somebody asks: nothing to probe with, nothing to learn.
+	// Open refuses every call until its deadline. The breaker stays Open past the
+	// deadline until the next call asks, which becomes a probe: without a call there is
+	// nothing to probe with.
 	Open
-	// HalfOpen admits probes, a few at a time, and lets them decide.
+	// HalfOpen admits a few calls at a time, the probes. Their outcomes decide.
 	HalfOpen
 )
 
@@ -35,74 +36,76 @@ func (s State) String() string {
 	}
 }
 
-// Cause is why a breaker is not closed. A force or a trip from outside brings
-// its own text: "operator" for a force by a person, "storm" for a trip by a guard's storm
-// detector, "outage" for one because a guard found nothing that succeeds, "fleet" for a hold.
+// Cause is why a breaker is not closed. Besides the constants below there are the texts of
+// actions from outside. "operator" is a force by a person, "storm" a trip by a guard's storm
+// detector, "outage" a trip by a guard that found nothing that succeeds, "fleet" a hold.
 type Cause string
 
 const (
-	// CauseRate is a failure ratio above Config.Ratio.
+	// CauseRate means that the failure ratio is above Config.Ratio.
 	CauseRate Cause = "rate"
-	// CauseRun is Config.Run failed attempts in a row.
+	// CauseRun means Config.Run failed attempts in a row.
 	CauseRun Cause = "run"
-	// CauseSlow is a trip whose last straw was a call that still ran.
+	// CauseSlow means that a call that still ran, reported as slow, opened the breaker.
 	CauseSlow Cause = "slow"
-	// CauseProbe is a probe's decision: failed, or, in a change to Closed,
-	// enough of them succeeded.
+	// CauseProbe means that a probe failed. In a change to Closed it means that enough
+	// probes succeeded.
 	CauseProbe Cause = "probe"
-	// CauseLost is a probe that outlived its lease.
+	// CauseLost means that a probe was not settled within its lease.
 	CauseLost Cause = "probe lost"
-	// CauseQuorum is a parent scope with too many children not closed, or, in a
-	// change to Closed, with no longer too many.
+	// CauseQuorum means that too many children of a parent scope are not closed. In a
+	// change to Closed it means that they are no longer too many.
 	CauseQuorum Cause = "quorum"
-	// CauseReleased is the cause of a change to Closed of a parent scope whose
-	// child was released, as by a shutdown: nothing has recovered.
+	// CauseReleased means that a parent scope closed because a child was released, for
+	// example by a shutdown. Nothing has recovered.
 	CauseReleased Cause = "released"
 )
 
-// Snapshot is what a breaker looks like at one instant.
+// Snapshot is the state of a breaker at one instant.
 type Snapshot struct {
-	Name         string
-	State        State
-	Cause        Cause         // empty when closed
-	Forced       bool          // open by force
-	Barred       bool          // a force lasts, be it behind a longer open period of the breaker's own: a fleet cannot hold it
+	Name   string
+	State  State
+	Cause  Cause // empty when closed
+	Forced bool  // open by force
+	// Barred says that a force lasts, so a fleet cannot hold the breaker. Forced is false
+	// then if the breaker's own open period is longer than the force.
+	Barred       bool
 	Held         bool          // held by a fleet: open, or half-open for one probe
 	Since        time.Duration // when the state began
 	Until        time.Duration // when a call may next be admitted; 0 when closed or when there is room for a probe
-	BackoffLevel int           // level of the last open period, less the closes since
+	BackoffLevel int           // level of the last open period, minus the closes since
 
-	Successes uint64  // in the window, all attempts
-	Failures  uint64  // in the window, first attempts
+	Successes uint64  // successes in the window, of all attempts
+	Failures  uint64  // failures in the window, of first attempts
 	Ratio     float64 // Failures / (Successes + Failures)
-	Bound     float64 // what is compared with Config.Ratio
-	Run       int     // failed attempts with no success between
+	Bound     float64 // lower bound of Ratio, which is compared with Config.Ratio
+	Run       int     // failed attempts in a row
 
 	ProbesOut    int
-	ProbesPassed int // successes in a row, towards Config.Successes or its multiple
+	ProbesPassed int // successes in a row; Config.Successes, or a multiple of it, close the breaker
 	Generation   uint64
 }
 
-// FleetScope is what a fleet makes of one scope, as this process knows.
+// FleetScope is what a fleet has decided about one scope, as far as this process knows.
 type FleetScope struct {
-	// Name is the path of the scope that decides: of a breaker's own, or of the
-	// one above that holds it.
+	// Name is the path of the scope that decides: the breaker's own scope, or the scope
+	// above that holds the breaker.
 	Name string
-	// State is the fleet's: Open also while it probes.
+	// State is the fleet's state: Open also while the fleet probes.
 	State State
-	// Held says that this process's breaker is held by it. It may be held by a
-	// handover although State is Closed, and free although State is Open: a
-	// process that is cut off goes by itself.
+	// Held says that the fleet holds this process's breaker. During a handover it may do
+	// so although State is Closed. A process that is cut off decides alone: its breaker is
+	// not held although State is Open.
 	Held bool
-	// Probing says that it is this process that probes.
+	// Probing says that this process probes.
 	Probing bool
-	// Cause is why the fleet opened it, or why it is held.
+	// Cause is why the fleet opened the scope, or why the breaker is held.
 	Cause Cause
-	// Left is what remains of the open period or of the wait, as far as is known.
+	// Left is the rest of the open period or of the wait, as far as this process knows.
 	Left time.Duration
-	// Round counts the open periods since the fleet last closed it.
+	// Round counts the open periods since the fleet last closed the scope.
 	Round uint32
-	// Heard of Need processes that make a quorum are heard, this one included.
-	// With less the fleet cannot decide.
+	// Heard is how many processes of the roster are heard, this process included. Need is
+	// how many make a quorum. While Heard is below Need the fleet cannot decide.
 	Heard, Need int
 }

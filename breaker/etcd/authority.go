@@ -24,15 +24,15 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/storm"
 )
 
-// driver is what drives breakers for gossip as well; the alias keeps the embedded
-// field to ourselves.
+// driver is the type that drives breakers for gossip as well; the alias keeps the embedded field
+// unexported.
 type driver = scope.Driver
 
-// Authority is one process's part in a fleet that decides through etcd: a
-// [breaker.Fleet], and what guard.WithFleet takes. It takes no part in storms of the
-// fleet: what the detectors report goes nowhere, and Storm says that there is none.
+// Authority is one process's part in a fleet that decides through etcd. It is a [breaker.Fleet],
+// for guard.WithFleet. It takes no part in storms of the fleet: reports of the detectors go
+// nowhere, and Storm says that there is none.
 //
-// All methods are safe for concurrent use, and none but Close waits for etcd.
+// All methods are safe for concurrent use, and only Close waits for etcd.
 type Authority struct {
 	*driver
 	cfg    Config
@@ -49,9 +49,9 @@ type Authority struct {
 	done   chan struct{}
 
 	mu      sync.Mutex
-	err     error         // why etcd is not reached; nil if it is
-	refusal error         // of the latest write; nil if etcd took it
-	tried   time.Duration // when that was; it is tried again within a second or so
+	err     error         // why etcd is not reached; nil if it is reached
+	refusal error         // error of the latest write; nil if etcd took it
+	tried   time.Duration // when the latest write was tried; it is tried again within about a second
 }
 
 var (
@@ -65,11 +65,10 @@ var (
 	errSilent   = errors.New("etcd: silent for as long as our lease lasts")
 )
 
-// New returns the part of the process that c names, and starts to reach etcd. It
-// does not wait for that: until then each breaker goes by itself, and what is
-// adopted within Start is held. The client stays the caller's, who closes it after
-// [Authority.Close]; endpoints, TLS and users are its matter. The error names every
-// field that is wrong, its value and the allowed range.
+// New returns the Authority of the process that c names, and starts to reach etcd. It does not wait
+// for etcd. Until etcd is reached each breaker goes by itself, and a scope that is adopted within
+// Start is held. The client stays the caller's: close it after [Authority.Close], and set its
+// endpoints, TLS and users. The error names every wrong field, its value and the allowed range.
 func New(client *clientv3.Client, c Config, opts ...Option) (*Authority, error) {
 	if client == nil {
 		return nil, errors.Join(fmt.Errorf("%w: client: nil is none", errConfig), c.Validate())
@@ -97,16 +96,16 @@ func New(client *clientv3.Client, c Config, opts ...Option) (*Authority, error) 
 	return a, nil
 }
 
-// now is monotonic, since New.
+// now returns the time since New, by a monotonic clock.
 func (a *Authority) now() time.Duration { return time.Since(a.origin) }
 
 // Config returns the configuration with its defaults filled in.
 func (a *Authority) Config() Config { return a.cfg }
 
-// Err says why this process is without etcd, or nil while it has it. Somebody has to
-// mend a name that is taken, and a roster that differs. With [ErrLate] it has it, and follows
-// only. A pause of etcd shows here when the lease is over, not at once. While etcd
-// refuses what this process writes, for want of space or of the right, that is the error.
+// Err says why this process is without etcd, or nil while it has etcd. A person has to repair a
+// name that is taken, or a roster that differs. With [ErrLate] the process has etcd but only
+// follows. A pause of etcd shows here when the lease is over, not at once. While etcd refuses this
+// process's writes, for lack of space or permission, Err returns that error.
 func (a *Authority) Err() error {
 	fresh, late := a.core.status(a.now())
 	a.mu.Lock()
@@ -124,28 +123,28 @@ func (a *Authority) Err() error {
 	return nil
 }
 
-// Close ends this process's part: its votes and its place in the fleet are gone at
-// once, what a next owner has to know stays for Keep. Breakers are left as they are;
-// close the Guard first, which gives them back. It waits for etcd for at most two
-// seconds, or else the leases end by themselves. A second Close does nothing.
+// Close ends this process's part. Its votes and its place in the fleet are gone at once; what the
+// next owner has to know stays for Keep. Breakers are left as they are: close the Guard first,
+// which gives them back. Close waits for etcd for at most two seconds; after that the leases end by
+// themselves. A second Close does nothing.
 func (a *Authority) Close() {
 	a.cancel()
 	<-a.done
 }
 
-// Report is [storm.Fleet]'s, and does nothing.
+// Report implements [storm.Fleet], and does nothing.
 func (a *Authority) Report(string, dlq.Storm) error { return nil }
 
-// Withdraw is [storm.Fleet]'s, and does nothing.
+// Withdraw implements [storm.Fleet], and does nothing.
 func (a *Authority) Withdraw(string) {}
 
-// Storm is [storm.Fleet]'s: there is none.
+// Storm implements [storm.Fleet]: there is none.
 func (a *Authority) Storm(string) dlq.FleetStorm { return dlq.FleetStorm{} }
 
-// Count is guard.Fleet's, and does nothing.
+// Count implements guard.Fleet, and does nothing.
 func (a *Authority) Count(string, uint64, uint64, uint64) error { return nil }
 
-// OthersSucceeded is guard.Fleet's: each process knows its own calls only.
+// OthersSucceeded implements guard.Fleet: each process knows only its own calls.
 func (a *Authority) OthersSucceeded(string) (time.Duration, bool) { return 0, false }
 
 // say notes and logs that etcd is reached, or why not.
@@ -163,8 +162,8 @@ func (a *Authority) say(err error) {
 	}
 }
 
-// wrote notes and logs whether etcd takes what this process writes. A write without an
-// answer says nothing.
+// wrote notes and logs whether etcd takes this process's writes. A write without an answer changes
+// nothing.
 func (a *Authority) wrote(err error) {
 	switch {
 	case err == nil:
@@ -186,7 +185,7 @@ func (a *Authority) wrote(err error) {
 	}
 }
 
-// refusedLocked reports whether the latest write was refused. One that was not tried again is
+// refusedLocked reports whether the latest write was refused. A write that was not tried again is
 // no longer wanted. The caller holds mu.
 func (a *Authority) refusedLocked() bool { return a.refusal != nil && a.now()-a.tried < a.ttl() }
 

@@ -19,39 +19,40 @@ const (
 	maxPrefix     = 255
 	maxName       = 128
 	maxScope      = scope.MaxName
-	// maxRoster keeps a decision, which compares each vote that it counts, within
-	// the 128 operations that etcd allows a transaction by default.
+	// maxRoster keeps a decision, which compares each vote that it counts, within the 128
+	// operations that etcd by default allows in a transaction.
 	maxRoster = 120
-	// leastLease is what etcd with its default timing gives for any shorter lease.
+	// leastLease is the lease that etcd with its default timing gives for any shorter one.
 	leastLease = 2 * time.Second
 )
 
-// Config is what an operator may set from a file, a flag or the environment. Name
-// and Roster have no default. All processes under one prefix need the same roster,
-// Quorum and Successes, and are refused otherwise; they may differ in the rest.
+// Config holds an operator's settings, from a file, a flag or the environment. Name and Roster have
+// no default. All processes under one prefix need the same roster, Quorum and Successes, and are
+// refused otherwise. The other fields may differ.
 type Config struct {
-	// Prefix begins every key. Up to 255 bytes, no slash at its end; unset means
-	// /stormguard. Fleets that have nothing to do with each other need different
-	// ones, and the user of the client needs to read and write below it.
+	// Prefix begins every key. Up to 255 bytes, no slash at its end; unset means /stormguard.
+	// Separate fleets need different prefixes. The user of the client needs to read and write below
+	// it.
 	Prefix string
 
-	// Name is this process's own, in Roster if it is to vote. Of several with one
-	// name the first counts until its lease is over. 1 to 128 bytes.
+	// Name is the name of this process, 1 to 128 bytes. It votes if Roster has the name. Of several
+	// processes with one name the first counts until its lease is over.
 	Name string
 
-	// Roster is who may vote. A later one has a higher number: it takes over when
-	// the first process brings it; those with the earlier follow and may vote, but
-	// decide and probe no more, see [ErrLate]. It stays when that process goes: going
-	// back to the earlier names takes a higher number too. At most 120 names.
+	// Roster names the processes that may vote, 120 at most. A later roster has a higher number. It
+	// takes over when the first process brings it. Processes with an earlier roster follow and may
+	// vote, but no longer decide or probe; see [ErrLate]. The later roster stays when its process
+	// goes. So going back to the earlier names takes a higher number, too.
 	Roster breaker.Roster
 
-	// Fleet is what processes that gossip have as well, and means the same. Here:
-	// Silent is how long the lease of a process lasts, and so how long a dead one's
-	// vote counts, and after how long without etcd a process goes by itself. At
-	// least 2 s, which is etcd's own least; unset means 5 s.
-	// Lease is that of a probe, and a second more in etcd. At least 2 s.
-	// Keep is the lease of what a next owner has to know.
-	// Settle and Votes mean nothing.
+	// Fleet has the settings that processes that gossip have as well, with the same meaning. Here:
+	//
+	//   - Silent is the lease of a process. So it is how long a dead process's vote counts, and
+	//     after how long without etcd a process goes by itself. At least 2 s, which is etcd's own
+	//     least; unset means 5 s.
+	//   - Lease is the lease of a probe, which has a second more in etcd. At least 2 s.
+	//   - Keep is the lease of the vote that an owner leaves for the next one.
+	//   - Settle and Votes mean nothing.
 	Fleet breaker.FleetConfig
 }
 
@@ -64,8 +65,7 @@ func (c Config) WithDefaults() Config {
 	return c
 }
 
-// Validate returns one error with all that is wrong, or nil. Unset fields are
-// judged as their defaults.
+// Validate returns one error with all faults, or nil. An unset field is checked as its default.
 func (c Config) Validate() error {
 	c = c.WithDefaults()
 	var all []error
@@ -99,7 +99,7 @@ func (c Config) Validate() error {
 // An Option supplies a collaborator that a configuration cannot express.
 type Option func(*Authority)
 
-// WithLogger sets where changes of state go. The default is nowhere.
+// WithLogger sets the logger for changes of state. The default logs nothing; nil changes nothing.
 func WithLogger(l *slog.Logger) Option {
 	return func(a *Authority) {
 		if l != nil {
@@ -108,5 +108,5 @@ func WithLogger(l *slog.Logger) Option {
 	}
 }
 
-// seconds is a lease's time to live in etcd's unit, rounded up.
+// seconds returns a lease's time to live in etcd's unit, rounded up.
 func seconds(d time.Duration) int64 { return int64((d + time.Second - 1) / time.Second) }

@@ -39,7 +39,7 @@ const (
 	keyLast
 )
 
-// parse tells what a key is, and of whom.
+// parse returns the kind of a key, and the scope and the process in it.
 func (l layout) parse(key string) (kind keyKind, scope, name string) {
 	rest, ok := strings.CutPrefix(key, l.root)
 	if !ok {

@@ -29,8 +29,8 @@ type Register struct {
 
 var _ register.Register = (*Register)(nil)
 
-// NewRegister is the register in a key, which nothing else may write. It asks etcd
-// nothing. The client should have DialKeepAliveTime set.
+// NewRegister returns the register in a key, which nothing else may write. It does not call etcd.
+// The client should have DialKeepAliveTime set.
 func NewRegister(client *clientv3.Client, key string) (*Register, error) {
 	if client == nil || key == "" {
 		return nil, fmt.Errorf("%w: register: a client and a key are needed", errConfig)
@@ -38,8 +38,8 @@ func NewRegister(client *clientv3.Client, key string) (*Register, error) {
 	return &Register{client: client, key: key}, nil
 }
 
-// value is what the key has: a number and a document, and the revision of its latest
-// write; all are zero if there is no key.
+// value returns the content of the key: a number and a document, and the revision of the latest
+// write. All are zero if there is no key.
 func (r *Register) value(kvs []*mvccpb.KeyValue) (number uint64, document []byte, rev int64, err error) {
 	if len(kvs) == 0 {
 		return 0, nil, 0, nil
@@ -103,8 +103,8 @@ func (r *Register) CompareAndSet(ctx context.Context, number uint64, document []
 	return &register.ConflictError{Newest: newest}
 }
 
-// refused tells whether the server looked at a request and did nothing. A server without
-// space may have applied it.
+// refused reports whether the server looked at a request and did nothing. A server without space
+// may have applied it.
 func refused(err error) bool {
 	for _, is := range []error{rpctypes.ErrPermissionDenied, rpctypes.ErrRequestTooLarge, rpctypes.ErrTooManyRequests, rpctypes.ErrUserEmpty} {
 		if errors.Is(err, is) {
@@ -114,7 +114,7 @@ func refused(err error) bool {
 	return false
 }
 
-// Watch tells of a change when etcd does. Twice in 4 s it reads, for a sign of life.
+// Watch reports a change when etcd does. Twice in 4 s it reads, for a sign of life.
 func (r *Register) Watch(ctx context.Context, on func(register.Event)) error {
 	return registers.Watch(ctx, func(number uint64, document []byte, err error) {
 		on(register.Event{Number: number, Document: document, Err: err})

@@ -17,19 +17,19 @@ import (
 )
 
 const (
-	// writers is how many transactions are under way at once; etcd commits what
-	// arrives together in one go.
+	// writers is how many transactions are under way at once. etcd commits together those that
+	// arrive together.
 	writers = 4
-	// page is how many keys are listed at a time.
+	// page is the most keys that are listed at a time.
 	page = 1000
-	// farewell is how long Close waits for etcd.
+	// farewell is the longest time that Close waits for etcd.
 	farewell = 2 * time.Second
 )
 
-// leases are the three that a process has.
+// leases are the three leases of a process.
 type leases struct {
-	member clientv3.LeaseID // its place in the fleet, and its votes; fixed during a session
-	keep   sharedLease      // what a next owner has to know
+	member clientv3.LeaseID // for its place in the fleet and its votes; fixed during a session
+	keep   sharedLease      // for the votes for next owners
 	probe  sharedLease
 }
 
@@ -37,8 +37,8 @@ func newLeases() *leases {
 	return &leases{keep: newSharedLease(), probe: newSharedLease()}
 }
 
-// sharedLease is one that several goroutines use. Who renews it has the slot, so
-// that no lock is held while etcd is waited for.
+// sharedLease is a lease that several goroutines use. The goroutine that renews it has the slot, so
+// that no lock is held during the wait for etcd.
 type sharedLease struct {
 	slot chan struct{}
 	id   *atomic.Int64 // 0 is none
@@ -50,7 +50,7 @@ func newSharedLease() sharedLease {
 
 func (s sharedLease) lease() clientv3.LeaseID { return clientv3.LeaseID(s.id.Load()) }
 
-// run keeps a session until the end.
+// run keeps a session until ctx ends.
 func (a *Authority) run(ctx context.Context) {
 	defer close(a.done)
 	l := newLeases()
@@ -79,13 +79,13 @@ func (a *Authority) ttl() time.Duration {
 	return time.Duration(seconds(a.cfg.Fleet.Silent)) * time.Second
 }
 
-// brief bounds one call.
+// brief bounds one call, by a quarter of our lease.
 func (a *Authority) brief(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(ctx, a.ttl()/4)
 }
 
-// leave gives up what this process has, and says first what a next owner has to
-// know.
+// leave gives up the leases of this process's place, votes and probe. Before that it writes the
+// votes for next owners; their lease stays, and ends by itself.
 func (a *Authority) leave(l *leases) {
 	ctx, cancel := context.WithTimeout(context.Background(), farewell)
 	defer cancel()
@@ -109,7 +109,7 @@ func (a *Authority) leave(l *leases) {
 	}
 }
 
-// session is what happens under one lease, or between two watches. It ends with why.
+// session runs under one lease and with one watch. It returns the reason of its end.
 func (a *Authority) session(ctx context.Context, l *leases) error {
 	k, err := a.join(ctx, l)
 	if err != nil {
@@ -128,8 +128,7 @@ func (a *Authority) session(ctx context.Context, l *leases) error {
 	defer running.Wait()
 	defer cancel(nil)
 	watcher := clientv3.NewWatcher(a.client)
-	// Without this a server that has lost its leader would go on to answer from
-	// what it knows.
+	// Without this a server that has lost its leader would go on answering with old data.
 	watching := clientv3.WithRequireLeader(ctx)
 	running.Go(func() { a.beat(watching, cancel, watcher, l) })
 	for range writers {
@@ -144,7 +143,7 @@ func (a *Authority) session(ctx context.Context, l *leases) error {
 	return err
 }
 
-// join makes sure of the leases, of the roster and of our name, in that order.
+// join gets the leases, agrees on the roster and takes our name, in that order.
 func (a *Authority) join(ctx context.Context, l *leases) (link, error) {
 	ctx, cancel := context.WithTimeout(ctx, a.ttl())
 	defer cancel()
@@ -198,8 +197,8 @@ func (a *Authority) hold(ctx context.Context, id *clientv3.LeaseID, span time.Du
 	return nil
 }
 
-// renew asks for the member key first. The client's own calls wait between two
-// tries; its renewals of a lease do not, and would spin while nobody answers.
+// renew first reads the member key. That call waits between two tries, as the client's own calls
+// do. The client's renewals of a lease do not, and would spin while no server answers.
 func (a *Authority) renew(ctx context.Context, id clientv3.LeaseID) error {
 	ctx, cancel := a.brief(ctx)
 	defer cancel()
@@ -212,8 +211,8 @@ func (a *Authority) renew(ctx context.Context, id clientv3.LeaseID) error {
 	return nil
 }
 
-// agree compares the roster, and brings it where there is none or an earlier one.
-// late is the number of a later one that is there, or 0.
+// agree compares the roster with the one in etcd. It writes ours if there is none or an earlier
+// one. late is the number of a later one that is there, or 0.
 func (a *Authority) agree(ctx context.Context) (rev int64, late uint64, err error) {
 	key, ours := a.keys.roster(), settingsOf(a.cfg)
 	for {
@@ -249,7 +248,7 @@ func (a *Authority) agree(ctx context.Context) (rev int64, late uint64, err erro
 	}
 }
 
-// list is all that is there, as of one revision.
+// list returns everything that is there, as of one revision.
 func (a *Authority) list(ctx context.Context) (all []entry, rev int64, err error) {
 	from, end := a.keys.root, clientv3.GetPrefixRangeEnd(a.keys.root)
 	for {
@@ -272,8 +271,8 @@ func (a *Authority) list(ctx context.Context) (all []entry, rev int64, err error
 	}
 }
 
-// watch takes in what changes after a revision, until it ends: the connection lost
-// is mended by the client, what was compacted away meanwhile is not.
+// watch takes in the changes after a revision, until it ends. The client repairs a lost connection.
+// It cannot repair a revision that was compacted away meanwhile.
 func (a *Authority) watch(ctx context.Context, w clientv3.Watcher, rev int64) error {
 	var changed []entry
 	for resp := range w.Watch(ctx, a.keys.root, clientv3.WithPrefix(), clientv3.WithRev(rev+1)) {
@@ -296,9 +295,9 @@ func (a *Authority) watch(ctx context.Context, w clientv3.Watcher, rev int64) er
 	return errSession
 }
 
-// beat renews the leases, and asks the watch for signs of life. A watch that gives none
-// while the lease is renewed is on a node that has died without a word: it ends the session,
-// for the client would keep it as long as TCP does.
+// beat renews the leases, and asks the watch for signs of life. A watch that gives none while the
+// lease is renewed is on a node that died without closing its connections. Then beat ends the
+// session, since the client would keep the watch as long as TCP does.
 func (a *Authority) beat(ctx context.Context, cancel context.CancelCauseFunc, w clientv3.Watcher, l *leases) {
 	tick := time.NewTicker(a.ttl() / 4)
 	defer tick.Stop()
@@ -307,7 +306,7 @@ func (a *Authority) beat(ctx context.Context, cancel context.CancelCauseFunc, w 
 		asked := a.now()
 		a.core.ask(asked)
 		one, done := a.brief(ctx)
-		err := w.RequestProgress(one) // an error shows as the answer that is missing
+		err := w.RequestProgress(one) // an error shows as a missing answer
 		done()
 		if err == nil {
 			err = a.renew(ctx, l.member)
@@ -354,7 +353,7 @@ func (a *Authority) beat(ctx context.Context, cancel context.CancelCauseFunc, w 
 	}
 }
 
-// writeAll writes what the core wants written.
+// writeAll writes the core's operations.
 func (a *Authority) writeAll(ctx context.Context, cancel context.CancelCauseFunc, l *leases) {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
@@ -362,7 +361,7 @@ func (a *Authority) writeAll(ctx context.Context, cancel context.CancelCauseFunc
 		a.core.pass(a.now())
 		o, wait := a.core.next(a.now())
 		if o != nil {
-			a.core.nudge() // another may have the next
+			a.core.nudge() // another writer may take the next
 			if err := a.write(ctx, l, o); errors.Is(err, rpctypes.ErrLeaseNotFound) {
 				cancel(errOver)
 			}
@@ -377,14 +376,14 @@ func (a *Authority) writeAll(ctx context.Context, cancel context.CancelCauseFunc
 	}
 }
 
-// write carries one operation out.
+// write carries out one operation.
 func (a *Authority) write(ctx context.Context, l *leases, o *op) error {
 	ctx, cancel := a.brief(ctx)
 	defer cancel()
 	if o.kind == opTake {
 		asked := a.now()
-		// A second longer than the probe itself may be out, so that one has ended
-		// before another begins.
+		// The lease is a second longer than the probe may be out, so that a probe has ended before
+		// another begins.
 		if err := a.holdShared(ctx, l.probe, a.cfg.Fleet.Lease+time.Second); err != nil {
 			a.wrote(err)
 			a.core.done(a.now(), o, false, 0)
@@ -408,8 +407,8 @@ func (a *Authority) write(ctx context.Context, l *leases, o *op) error {
 	return nil
 }
 
-// holdShared is hold for a lease that several goroutines use. Those who only write
-// with it meanwhile have the one there is.
+// holdShared is hold for a lease that several goroutines use. Goroutines that only write with the
+// lease meanwhile use the present one.
 func (a *Authority) holdShared(ctx context.Context, s sharedLease, span time.Duration) error {
 	select {
 	case s.slot <- struct{}{}:
@@ -425,7 +424,7 @@ func (a *Authority) holdShared(ctx context.Context, s sharedLease, span time.Dur
 	return nil
 }
 
-// txn is what an operation must find, and what it writes.
+// txn returns the conditions and the writes of an operation.
 func (a *Authority) txn(l *leases, o *op) (conds []clientv3.Cmp, puts []clientv3.Op) {
 	for _, f := range o.finds {
 		switch f.as {

@@ -13,11 +13,11 @@ import (
 type entry struct {
 	key     string
 	value   []byte
-	rev     int64 // of its latest change
+	rev     int64 // revision of its latest change
 	deleted bool
 }
 
-// reset takes in all that is there at a revision, and a session that begins.
+// reset takes in everything that is there at a revision, and the session that begins.
 func (c *core) reset(now time.Duration, l layout, all []entry, rev int64, k link) {
 	c.Lock()
 	defer c.End()
@@ -62,7 +62,7 @@ func (c *core) reset(now time.Duration, l layout, all []entry, rev int64, k link
 	c.Step(now)
 }
 
-// apply takes in what one answer of the watch tells, up to a revision.
+// apply takes in one answer of the watch, up to a revision.
 func (c *core) apply(now time.Duration, l layout, changed []entry, rev int64) {
 	c.Lock()
 	defer c.End()
@@ -73,8 +73,8 @@ func (c *core) apply(now time.Duration, l layout, changed []entry, rev int64) {
 	c.Step(now)
 }
 
-// takeLocked takes in one key. A value that cannot be read is as if it were not
-// there, but for a state's: that scope is left alone.
+// takeLocked takes in one key. A value that cannot be read counts as not being there, with two
+// exceptions. The scope of such a state is left alone. Such a probe counts as taken.
 func (c *core) takeLocked(now time.Duration, l layout, e entry) {
 	kind, name, who := l.parse(e.key)
 	var err error
@@ -143,7 +143,7 @@ func (c *core) takeScopeLocked(now time.Duration, kind keyKind, name, who string
 			break
 		}
 		p := slot{rev: e.rev}
-		p.probe, err = decodeProbe(e.value) // somebody has it, whoever that is
+		p.probe, err = decodeProbe(e.value) // somebody has the probe, even if the value cannot be read
 		b.hand(now, &p)
 	case keyLast:
 		if e.deleted {
@@ -164,8 +164,8 @@ func (c *core) takeScopeLocked(now time.Duration, kind keyKind, name, who string
 	return err
 }
 
-// down ends a session: nothing is written until the next. What was told holds for as
-// long as our lease cannot be over, or no longer if it is.
+// down ends a session: nothing is written until the next one. News that was told holds for as long
+// as our lease cannot be over; with over it holds no longer.
 func (c *core) down(now time.Duration, over bool) {
 	c.Lock()
 	defer c.End()
@@ -180,8 +180,8 @@ func (c *core) down(now time.Duration, over bool) {
 	c.Step(now)
 }
 
-// part says that this process ends, and that no watch will tell it any more: what is
-// still to be written is tried at once.
+// part says that this process ends, and that no watch will tell it anything more. Pending
+// operations are tried at once.
 func (c *core) part() {
 	c.Lock()
 	defer c.Unlock()
@@ -191,7 +191,7 @@ func (c *core) part() {
 	}
 }
 
-// renewed says that our lease was renewed, which was asked for at asked.
+// renewed says that our lease was renewed. The renewal was asked for at asked.
 func (c *core) renewed(now, asked time.Duration) {
 	c.Lock()
 	defer c.End()
@@ -208,8 +208,8 @@ func (c *core) ask(now time.Duration) {
 	}
 }
 
-// answer says that the watch has given a sign of life: to the oldest question, for
-// it is not told apart which.
+// answer says that the watch has given a sign of life. It counts for the oldest question, since
+// answers do not say which question they are for.
 func (c *core) answer(now time.Duration) {
 	c.Lock()
 	defer c.End()
@@ -221,14 +221,14 @@ func (c *core) answer(now time.Duration) {
 }
 
 // silent reports whether the watch has left a question unanswered, and told nothing, for longer
-// than our lease lasts. One that is behind answers when it has told all.
+// than our lease lasts. A watch that is behind answers when it has told everything.
 func (c *core) silent(now time.Duration) bool {
 	c.Lock()
 	defer c.Unlock()
 	return c.asked != never && now-max(c.asked, c.told) > c.link.ttl
 }
 
-// pass makes time pass, where no driver does.
+// pass makes time pass where no driver does.
 func (c *core) pass(now time.Duration) {
 	c.Lock()
 	defer c.End()
@@ -236,30 +236,30 @@ func (c *core) pass(now time.Duration) {
 	c.Step(now)
 }
 
-// opKind is what is to be written.
+// opKind says what an operation writes.
 type opKind uint8
 
 const (
-	opTestify opKind = iota + 1 // what a next owner has to know
+	opTestify opKind = iota + 1 // the vote for the next owner
 	opVote                      // our vote
-	opDecide                    // what the votes decide
-	opTake                      // the probe
-	opPass                      // it passed: our vote, and the probe is free
-	opFail                      // it failed: the next round, our vote, and the probe is free
-	opDrop                      // it is free
+	opDecide                    // the decision that follows from the votes
+	opTake                      // the probe: we take it
+	opPass                      // our probe passed: our vote, and the probe is free
+	opFail                      // our probe failed: the next round, our vote, and the probe is free
+	opDrop                      // the probe is free
 )
 
 // op is a transaction: the revisions that it must find, and what it then writes.
 type op struct {
 	kind  opKind
 	scope string
-	word  *scope.Vote // of opTestify
+	word  *scope.Vote // for opTestify
 	finds []find
 	puts  []put
 }
 
-// find is a key's revision as it must be: that of its latest change, or of its creation,
-// or any; 0 is none.
+// find is the revision that a key must have: that of its latest change, that of its creation, or
+// any; 0 is none.
 type find struct {
 	key string
 	rev int64
@@ -286,13 +286,13 @@ type leaseKind uint8
 
 const (
 	forGood     leaseKind = iota
-	memberLease           // its place in the fleet, and its votes
-	keepLease             // what a next owner has to know
+	memberLease           // our place in the fleet, and our votes
+	keepLease             // the vote for the next owner
 	slotLease             // the probe
 )
 
-// next is what is to be written now, and is under way until done; or nil, and for
-// how long at most there will be nothing.
+// next returns the operation to write now, which is under way until done. If there is none it
+// returns nil, and for how long at most there will be none.
 func (c *core) next(now time.Duration) (o *op, wait time.Duration) {
 	c.Lock()
 	defer c.Unlock()
@@ -310,7 +310,7 @@ func (c *core) next(now time.Duration) (o *op, wait time.Duration) {
 			continue
 		}
 		if o := b.plan(); o != nil {
-			// A process whose lease is over writes nothing, whatever it believes.
+			// A process whose lease is over writes nothing: its member key is gone.
 			o.scope, o.finds = b.Name, append(o.finds, find{c.keys.member(c.self.Name), c.link.born, asCreated})
 			b.busy = true
 			return o, 0
@@ -322,10 +322,9 @@ func (c *core) next(now time.Duration) (o *op, wait time.Duration) {
 	return nil, wait
 }
 
-// plan is what is to be written about a scope. What a next owner has to know is last:
-// where all trip at once, all write that one key, and a vote is to wait for none of
-// them. Of a scope that is given up it is first, for what is written after it may not be
-// written any more.
+// plan returns the operation to write about a scope. The vote for the next owner is last: where all
+// trip at once, all write that one key, and no other vote is to wait for that. For a scope that is
+// given up it is first, since later operations may not be written any more.
 func (b *book) plan() *op {
 	var last *op
 	if b.testify != nil {
@@ -380,8 +379,8 @@ func (b *book) planVote() *op {
 	return nil
 }
 
-// count is what the votes decide, and these: the transaction finds the very votes that
-// were counted, or is void.
+// count returns what the votes decide, and finds for these votes: the transaction finds the very
+// votes that were counted, or is void.
 func (b *book) count() (next scope.State, counted []find) {
 	c := b.c
 	if !c.Connected() || !(substrate{c}).MayDecide() || len(b.votes) < c.Need() {
@@ -398,7 +397,7 @@ func (b *book) count() (next scope.State, counted []find) {
 	return next, counted
 }
 
-// take says when the lease of the probe that o takes was renewed, or asked for.
+// take notes when the lease of the probe that o takes was asked for, or its renewal.
 func (c *core) take(o *op, asked time.Duration) {
 	c.Lock()
 	defer c.Unlock()
@@ -407,14 +406,14 @@ func (c *core) take(o *op, asked time.Duration) {
 	}
 }
 
-// Back-off after a transaction that found something else than it expected: the
-// watch is about to tell what. Up to half of it differs by process.
+// Back-off after a transaction that did not find what it expected: the watch will soon tell the
+// difference. Up to half of the back-off differs by process.
 const (
 	backoffFrom = 10 * time.Millisecond
 	backoffTo   = time.Second
 )
 
-// done says what became of o: written at a revision, or void, or unknown.
+// done notes the outcome of o: written at a revision, or void, or unknown.
 func (c *core) done(now time.Duration, o *op, written bool, rev int64) {
 	c.Lock()
 	defer c.End()

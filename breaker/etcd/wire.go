@@ -15,7 +15,7 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 
-// Values, each after a byte for the version:
+// The format of values, each after a byte for the version, with internal/scope's encoding:
 //
 //	roster = number quorum successes names    quorum in millionths; names is a hash, eight bytes
 //	member = incarnation
@@ -23,11 +23,10 @@ import (
 //	vote   = incarnation flags gen round passes failed level openFor cause
 //	probe  = name incarnation gen round
 //	last   = name vote
-//
-// as internal/scope writes them.
 const wireVersion = 1
 
-// settings is what all must have alike, or they would count differently.
+// settings must be equal in all processes with one roster number, or they would count votes
+// differently.
 type settings struct {
 	number, quorum, successes, names uint64
 }
@@ -40,7 +39,7 @@ func settingsOf(c Config) settings {
 	return settings{c.Roster.Number, uint64(math.Round(c.Fleet.Quorum * 1e6)), uint64(c.Fleet.Successes), h.Sum64()}
 }
 
-// probe is who has the one probe of a scope.
+// probe says which process has the one probe of a scope.
 type probe struct {
 	holder crdt.Replica
 	at     scope.Position
@@ -76,7 +75,7 @@ func encodeLast(v scope.Vote) []byte {
 // reader reads a value.
 type reader struct{ scope.Reader }
 
-// read begins with the version.
+// read reads the version first.
 func read(b []byte) *reader {
 	r := &reader{scope.Read(b)}
 	r.Uint("version", wireVersion, wireVersion)
@@ -87,7 +86,7 @@ func (r *reader) node() crdt.Replica {
 	return crdt.Replica{Name: r.Text("name", 1, maxName), Incarnation: r.Number("incarnation")}
 }
 
-// end reports what was wrong, something at the end included.
+// end reports the first fault, also bytes that are left over.
 func (r *reader) end(what string) error {
 	r.End()
 	if r.Fault() != nil {

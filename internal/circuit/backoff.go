@@ -10,11 +10,11 @@ import (
 	"github.com/stormguard-mq/stormguard/breaker"
 )
 
-// never is a deadline that does not come.
+// never is a deadline that is never reached.
 const never = time.Duration(math.MaxInt64)
 
-// falseRuns is how often in an hour failures without a cause may come in a run that
-// opens the breaker, and falseRate the share of calls that fail so.
+// falseRuns is how many runs of failures without a common cause may open the breaker in an
+// hour. falseRate is the share of calls that fail without such a cause.
 const (
 	falseRuns = 0.05
 	falseRate = 0.03
@@ -22,17 +22,16 @@ const (
 
 var defaultRun = breaker.Config{}.WithDefaults().Run
 
-// runLength is how many failures in a row open a breaker that sees n outcomes in a
-// window: least, and at a high rate so many more that chance alone makes no more than
-// falseRuns runs of the default length an hour: one above 570 calls a second, two
-// above 19,000.
+// runLength is how many failures in a row open a breaker that sees n outcomes in a window.
+// It is least, plus one above 570 calls a second, plus two above 19,000: so chance alone
+// makes at most falseRuns runs an hour, with the default length.
 func runLength(least int, n uint64, window time.Duration) int {
 	hourly := max(float64(n)/window.Hours(), 1)
 	return least + max(0, int(math.Ceil(math.Log(hourly/falseRuns)/-math.Log(falseRate)))-defaultRun)
 }
 
-// topLevel is the first level whose period is limit. The backoff ends there: a
-// long outage must not take as many closes to forget as it had failed probes.
+// topLevel is the first level whose period is limit, and the highest level of the backoff.
+// Without an end, a long outage would need as many closes to forget as it had failed probes.
 func topLevel(base, limit time.Duration) int {
 	n := 1
 	for (breaker.Config{Base: base, Cap: limit}).Period(n) < limit {

@@ -15,17 +15,17 @@ import (
 	"github.com/stormguard-mq/stormguard/breaker"
 )
 
-// A Change is one step between states, or a longer open period (From and To
-// are Open then).
+// A Change is one step between states. If From and To are both Open, the open period has
+// become longer.
 type Change struct {
 	Scope string // name of the breaker or of the parent scope
-	Seq   uint64 // counts changes of this scope from 1; a gap means some were dropped
+	Seq   uint64 // number of the change in its scope, from 1; a gap means that changes were dropped
 	At    time.Duration
 	From  breaker.State
 	To    breaker.State
 	Cause breaker.Cause
-	// OpenFor is how long the scope opens for; 0 unless To is Open, and the
-	// largest Duration for a force without end. A parent has none.
+	// OpenFor is how long the scope opens for: the largest Duration for a force without
+	// end, 0 unless To is Open, always 0 for a parent.
 	OpenFor      time.Duration
 	BackoffLevel int // backoff position after the change
 }
@@ -33,26 +33,25 @@ type Change struct {
 // maxChanges bounds the mailbox of one breaker; the oldest are dropped.
 const maxChanges = 64
 
-// Breaker is the circuit breaker of one scope. All methods are safe for
-// concurrent use. Instants may arrive slightly out of order from different
-// goroutines.
+// Breaker is the circuit breaker of one scope. All methods are safe for concurrent use.
+// Instants from different goroutines may arrive slightly out of order.
 //
-// Lock order: Scopes.mu, then mu, then gobreaker's own. Under mu nothing of the
-// caller's runs but the functions given to Attach and WithRand.
+// Lock order: Scopes.mu, then mu, then gobreaker's lock. Under mu the only code of the
+// caller that runs are the functions given to Attach and WithRand.
 type Breaker struct {
 	name string
 	cfg  *breaker.Config // with defaults; read-only, shared by the leaves of one Scopes
 	top  int
 	rand func() float64
 
-	// word is generation<<1 | closed, and all that Enter reads. epoch is the
-	// same generation with the facts of it. Both change under mu, epoch first.
+	// word is generation<<1 | closed; Enter reads nothing else. epoch has all facts of
+	// the same generation. Both change under mu, epoch first.
 	word  atomic.Uint64
 	epoch atomic.Pointer[epoch]
 
 	// notify, if set, runs after a change of state, without mu.
 	notify  func(now time.Duration)
-	pending atomic.Int32 // len(changes), so that draining nothing takes no lock
+	pending atomic.Int32 // len(changes), so that Changes takes no lock when there are none
 
 	mu      sync.Mutex
 	changed bool
@@ -66,25 +65,25 @@ type Breaker struct {
 	run    run
 
 	level    int
-	remember time.Duration // a trip until then goes on from level; -1: none
-	down     time.Duration // since when nothing succeeds: the trip, or the last probe that passed at half pace
+	remember time.Duration // a trip until this instant continues from level; -1 for none
+	down     time.Duration // start of the outage: the trip, or the latest probe that passed at half of maxPace or more
 	flaps    int           // trips in a row, each within Memory of a close
 
 	gb      *gobreaker.TwoStepCircuitBreaker[struct{}]
-	verdict bool            // what ReadyToTrip answers
-	judged  gobreaker.State // what gobreaker last changed to
+	verdict bool            // answer of ReadyToTrip
+	judged  gobreaker.State // gobreaker's latest state
 	byHand  bool            // this phase is judged without gobreaker; see admitSlow
 	out     []*probe
-	passed  int // probes that succeeded in this phase, since one failed
+	passed  int // probes that succeeded in this phase since the latest failure
 	stretch stretch
-	pace    int    // of this phase: see probePassed
-	head    uint64 // whose probe failed last
-	life    uint64 // successes of attached counters, as far as they were read
+	pace    int    // pace of this phase: see probePassed
+	head    uint64 // identity of the delivery whose probe failed last
+	life    uint64 // successes read from attached counters
 
-	promised time.Duration // the latest end that a force was given: no hold before
+	promised time.Duration // latest end of all forces; no hold begins before it
 }
 
-// epoch is one generation. Only its atomics change once it is published.
+// epoch is one generation. After publication only its atomics change.
 type epoch struct {
 	gen    uint64
 	state  breaker.State
@@ -95,15 +94,15 @@ type epoch struct {
 	cause  breaker.Cause
 	since  time.Duration
 
-	// until is the instant before which nobody is admitted: the deadline of an
-	// open period; half-open, the earliest lease while all slots are taken and
-	// the smallest Duration otherwise.
+	// until is the instant before which no call is admitted. Open: the deadline of the
+	// open period. Half-open: the end of the earliest lease while all slots are taken,
+	// otherwise the smallest Duration.
 	until atomic.Int64
-	// stir is when a probe was last given or settled; the end of the open period,
-	// by the backoff here, of a hold since.
+	// stir is when a probe was last given or settled. After Hold it is the end of the
+	// open period that the backoff of this breaker gives.
 	stir atomic.Int64
-	// passing is whether probes succeed, half-open: the scope carries a part of its
-	// load, and does not vote for its parent.
+	// passing says that the breaker is half-open and its probes succeed: the scope
+	// carries a part of its load, and has no vote at its parent.
 	passing atomic.Bool
 
 	_  [64]byte      // ok is written on every success, the rest only read
@@ -118,16 +117,16 @@ type feed struct {
 	last uint64
 }
 
-// run is the attempts that failed with no success between them.
+// run counts failed attempts with no success between them.
 type run struct {
 	n      int
 	firsts int
-	led    bool   // began with a retry, whose delivery has no first attempt in the run
-	id     uint64 // of one delivery in the run, 0 if none was named
-	two    bool   // two deliveries were named
+	led    bool   // the run began with a retry, whose delivery has no first attempt in the run
+	id     uint64 // identity of one delivery in the run, 0 if none has one
+	two    bool   // the run has at least two deliveries
 }
 
-// deliveries is how many deliveries the run is known to come from, at least.
+// deliveries is the least number of deliveries that the run is known to come from.
 func (r *run) deliveries() int {
 	d := r.firsts
 	if r.led {
@@ -156,8 +155,8 @@ func (r *run) add(first bool, delivery uint64) {
 	}
 }
 
-// New returns a closed breaker. The name is what refusals, changes and
-// snapshots call the scope. The error has all that is wrong with cfg.
+// New returns a closed breaker. Refusals, changes and snapshots have the name as the name
+// of the scope. The error reports all wrong fields of cfg.
 func New(name string, cfg breaker.Config, opts ...Option) (*Breaker, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err
@@ -193,7 +192,7 @@ func (b *Breaker) Config() breaker.Config { return *b.cfg }
 func (b *Breaker) Closed() bool { return b.word.Load()&1 != 0 }
 
 // Enter is the closed path: one atomic load, no clock, no lock, no
-// allocation. False means the breaker is not closed: ask Admit.
+// allocation. False means that the breaker is not closed: call Admit.
 func (b *Breaker) Enter() (Token, bool) {
 	w := b.word.Load()
 	if w&1 == 0 {
@@ -202,19 +201,18 @@ func (b *Breaker) Enter() (Token, bool) {
 	return Token{gen: w >> 1}, true
 }
 
-// Admit asks for a token in any state. Closed: a token like Enter's. Open: a
-// refusal until the deadline; at the deadline the first to ask becomes a
-// probe. Half-open: a probe while there is room, a refusal otherwise.
+// Admit asks for a token in any state. Closed: it returns a token like Enter's. Open: it
+// refuses until the deadline; the first call after it becomes a probe. Half-open: it
+// returns a probe while there is room, otherwise a refusal.
 //
-// head identifies the delivery that would probe, the same number for the same
-// delivery each time; 0 means that it has no identity. While other probes succeed,
-// a delivery that fails again is no further evidence. A refusal takes no lock and
-// allocates nothing.
+// head identifies the delivery that would probe: always the same number for a delivery, or
+// 0 for no identity. While other probes succeed, a delivery that fails again is no further
+// evidence. A refusal takes no lock and allocates nothing.
 func (b *Breaker) Admit(now time.Duration, head uint64) (Token, Refusal) {
 	return b.admit(now, head, 0)
 }
 
-// admit is Admit for a call that may take so long that its lease must be longer.
+// admit is Admit with a lease that may be longer than Config.Lease, for long calls.
 func (b *Breaker) admit(now time.Duration, head uint64, lease time.Duration) (Token, Refusal) {
 	e := b.epoch.Load()
 	if e.state == breaker.Closed {
@@ -242,10 +240,9 @@ func (b *Breaker) admitSlow(now time.Duration, head uint64, lease time.Duration)
 	}
 	p := &probe{gen: e.gen, head: head, lease: lease, deadline: later(now, lease)}
 	if !b.byHand {
-		// gobreaker gives out no more than Successes. Its own open period of 1 ns is long over,
-		// unless the clock it reads has not moved since (a frozen or a coarse
-		// one). It cannot be made half-open otherwise, so a phase in which it
-		// refuses is judged here.
+		// gobreaker allows at most Successes requests. Its own open period of 1 ns is over,
+		// unless its clock has not moved since (it is frozen or coarse). Nothing else makes
+		// gobreaker half-open, so a phase in which it refuses is judged here.
 		done, err := b.gb.Allow()
 		p.done, b.byHand = done, err != nil
 	}
@@ -258,10 +255,9 @@ func (b *Breaker) refusal(e *epoch, until time.Duration) Refusal {
 	return Refusal{State: e.state, Cause: e.cause, Scope: b.name, Until: until}
 }
 
-// Success settles t as succeeded. On the closed path it is one atomic add, and
-// not needed at all by a caller who attached a counter ([Breaker.Attach]):
-// doing both counts twice. A token of an older generation changes nothing, a
-// probe settles once.
+// Success settles t as succeeded. On the closed path it is one atomic add. A caller with
+// an attached counter ([Breaker.Attach]) must not call it there: the success would count
+// twice. A token of an older generation changes nothing. A probe settles once.
 func (b *Breaker) Success(now time.Duration, t Token) {
 	if t.probe != nil {
 		b.settleProbe(now, t.probe, passed)
@@ -272,38 +268,39 @@ func (b *Breaker) Success(now time.Duration, t Token) {
 	}
 }
 
-// Failure settles t as failed. first says that this was the delivery's first
-// attempt: only those count in the ratio, or a retried poison message would
-// weigh as many times as it is tried; every attempt counts in the run. The
-// run's deliveries are told apart by their first attempts; see
-// [Breaker.FailureOf] for a scope whose workers retry side by side.
+// Failure settles t as failed. first says that this was the delivery's first attempt. Only
+// first attempts count in the ratio: otherwise a retried poison message would count once
+// for each try. Every attempt counts in the run. The run's deliveries are told apart by
+// their first attempts; for a scope whose workers retry side by side see
+// [Breaker.FailureOf].
 //
-// It takes the breaker's lock and reads the attached counters. The ratio is judged
-// here alone: a success never opens a breaker, be it the one that completes MinSample.
+// Failure takes the breaker's lock and reads the attached counters. The ratio is judged
+// only here: a success never opens a breaker, not even the success that completes
+// MinSample.
 func (b *Breaker) Failure(now time.Duration, t Token, first bool) {
 	b.fail(now, t, first, 0, failed)
 }
 
-// FailureOf is Failure for a delivery that has an identity (0 means none), so
-// that a run of retries from two deliveries is known to be two.
+// FailureOf is Failure for a delivery that has an identity (0 means none). So the breaker
+// knows whether the retries of a run come from one delivery or from two.
 func (b *Breaker) FailureOf(now time.Duration, t Token, first bool, delivery uint64) {
 	b.fail(now, t, first, delivery, failed)
 }
 
-// Unavailable is Failure for a call whose error says that the dependency itself is
-// down, such as a refused connection: one delivery is evidence enough for the run,
-// and a probe that fails so counts each time.
+// Unavailable is Failure for a call whose error says that the dependency itself is down,
+// such as a refused connection. One delivery is then enough evidence for the run, and
+// every probe that fails like this counts.
 func (b *Breaker) Unavailable(now time.Duration, t Token, first bool) {
 	b.fail(now, t, first, 0, down)
 }
 
-// Slow reports that the call of t is still running after Config.Slow. It
-// counts as a failed attempt at once, so that a dependency that hangs is seen
-// before its calls return. A probe is settled by it: whatever is reported
-// later changes nothing. On the closed path a token carries no identity, so
-// the caller reports it slow once and then settles it with Exclude, or not at
-// all; if it succeeds after all, an attached counter may count that as one
-// success more, which is harmless.
+// Slow reports that the call of t is still running after Config.Slow. The call counts as a
+// failed attempt at once, so that the breaker sees a hanging dependency before its calls
+// return. Slow settles a probe: later reports change nothing.
+//
+// On the closed path a token has no identity. The caller reports it slow once, and then
+// settles it with Exclude or not at all. If the call succeeds after all, an attached
+// counter may count one more success, which is harmless.
 func (b *Breaker) Slow(now time.Duration, t Token, first bool) {
 	b.fail(now, t, first, 0, tooSlow)
 }
@@ -340,16 +337,16 @@ func (b *Breaker) fail(now time.Duration, t Token, first bool, delivery uint64, 
 	b.tripLocked(now, cause)
 }
 
-// Exclude settles t without an outcome: cancelled by a shutdown or a revoke, a
-// rejection of our own, a permanently bad message. It frees the slot of a
-// probe and changes nothing else.
+// Exclude settles t without an outcome, for example after a shutdown, a revoke, a
+// rejection by the guard or a permanently bad message. It frees the slot of a probe and
+// changes nothing else.
 func (b *Breaker) Exclude(now time.Duration, t Token) {
 	if t.probe != nil {
 		b.settleProbe(now, t.probe, excluded)
 	}
 }
 
-// Probing tells whether a token is a probe that is still out.
+// Probing reports whether a token is a probe that is still out.
 func (b *Breaker) Probing(t Token) bool {
 	if t.probe == nil {
 		return false
@@ -359,8 +356,8 @@ func (b *Breaker) Probing(t Token) bool {
 	return !t.probe.settled && t.probe.gen == b.epoch.Load().gen
 }
 
-// Renew begins the lease of a probe anew: its caller goes on with another delivery
-// under the same token. It reports whether the token is still one.
+// Renew restarts the lease of a probe: its caller continues with another delivery under
+// the same token. It reports whether the token is still a probe that is out.
 func (b *Breaker) Renew(now time.Duration, t Token) bool {
 	if t.probe == nil {
 		return false
@@ -377,15 +374,14 @@ func (b *Breaker) Renew(now time.Duration, t Token) bool {
 	return true
 }
 
-// Attach gives the breaker a cumulative count of successes that somebody else
-// writes, so that a success costs the closed path nothing. read is called
-// under the breaker's lock, at bucket edges and when a failure is judged: it
-// must be a few atomic loads. A counter that goes backwards is taken as
-// restarted.
+// Attach gives the breaker a cumulative count of successes that the caller writes, so that
+// a success costs the closed path nothing. The breaker calls read under its lock, at
+// bucket edges and when it judges a failure: read must be a few atomic loads. A counter
+// that goes backwards counts as restarted.
 //
-// A counter knows no generations: a call admitted before a trip that succeeds
-// after the close counts. detach takes what the counter still owes and forgets
-// it; calling it again does nothing.
+// A counter knows no generations: a call that was admitted before a trip and succeeds
+// after the close counts. detach reads the counter once more and forgets it; a second call
+// does nothing.
 func (b *Breaker) Attach(read func() uint64) (detach func()) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -404,7 +400,7 @@ func (b *Breaker) Attach(read func() uint64) (detach func()) {
 	}
 }
 
-// takeLocked is what f counted since it was last read.
+// takeLocked returns what f has counted since its latest reading.
 func (b *Breaker) takeLocked(f *feed) uint64 {
 	n := f.read()
 	d := n - min(n, f.last)
@@ -413,11 +409,11 @@ func (b *Breaker) takeLocked(f *feed) uint64 {
 	return d
 }
 
-// Life counts what the attached counters have counted since they were attached, those
-// that were detached included: the successes of everything that shares the scope, in
-// whatever state. It never goes down. A success that came between two failures of a
-// message is a sign that the message, and not its dependency, is at fault. It takes
-// the breaker's lock.
+// Life is the number of successes of all attached counters since each was attached,
+// detached counters included. These are the successes of everything that shares the scope,
+// in any state. Life never decreases. A success between two failures of a message is a
+// sign that the message is at fault, and not its dependency. Life takes the breaker's
+// lock.
 func (b *Breaker) Life() uint64 {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -430,12 +426,12 @@ func (b *Breaker) Life() uint64 {
 	return n
 }
 
-// Passing reports whether the breaker is half-open and its probes succeed, all in
-// all: it carries what the dependency can. One atomic load.
+// Passing reports whether the breaker is half-open and enough of its probes succeed (its
+// pace is above 0): it carries what the dependency can. One atomic load.
 func (b *Breaker) Passing() bool { return b.epoch.Load().passing.Load() }
 
-// Hasten ends an open period, so that the next to ask becomes a probe: the caller
-// knows that the dependency is back. It does nothing while the breaker is forced or
+// Hasten ends an open period, so that the next call of Admit becomes a probe. The caller
+// knows that the dependency is back. Hasten does nothing while the breaker is forced or
 // held.
 func (b *Breaker) Hasten(now time.Duration) {
 	b.mu.Lock()
@@ -445,11 +441,10 @@ func (b *Breaker) Hasten(now time.Duration) {
 	}
 }
 
-// Force opens the breaker for d from now, or until Release if d <= 0. From the
-// moment Force returns, nothing is admitted before that deadline, and no
-// outcome of anything admitted earlier can change it; after it, probes decide.
-// An open period that ends later already stands as it is, a hold does not. The
-// backoff does not move.
+// Force opens the breaker for d from now, or until Release if d <= 0. After Force returns,
+// nothing is admitted before that deadline, and no outcome of earlier calls changes it.
+// After the deadline, probes decide. An open period that ends later stays as it is; a hold
+// does not. The level of the backoff does not change.
 func (b *Breaker) Force(now, d time.Duration, cause breaker.Cause) {
 	b.mu.Lock()
 	defer b.unlock(now)
@@ -467,8 +462,8 @@ func (b *Breaker) Force(now, d time.Duration, cause breaker.Cause) {
 	b.openLocked(now, cause, d, true)
 }
 
-// ForceClosed is the operator's way back: closed from any state, with an empty
-// window and the backoff at its start.
+// ForceClosed closes the breaker from any state, for an operator. The window is empty and
+// the backoff at its start.
 func (b *Breaker) ForceClosed(now time.Duration, cause breaker.Cause) {
 	b.mu.Lock()
 	defer b.unlock(now)
@@ -479,11 +474,11 @@ func (b *Breaker) ForceClosed(now time.Duration, cause breaker.Cause) {
 	b.remember = -1
 }
 
-// Release ends a force, with or without an end of its own: the breaker is
-// half-open. It does nothing unless the breaker is open by force.
+// Release ends a force, also one with a deadline: the breaker becomes half-open. It does
+// nothing unless the breaker is open by force.
 //
-// A breaker knows one force at a time; where several parties force one scope,
-// they must agree among themselves who releases.
+// A breaker has one force at a time. If several parties force one scope, they must agree
+// which of them releases it.
 func (b *Breaker) Release(now time.Duration) {
 	b.mu.Lock()
 	defer b.unlock(now)
@@ -493,9 +488,9 @@ func (b *Breaker) Release(now time.Duration) {
 	}
 }
 
-// Trip opens the breaker as if it had judged so itself: the backoff applies.
-// Half-open it ends the phase, whatever its pace, as a failed first probe does; open
-// it does nothing.
+// Trip opens the breaker as if it had judged so itself: the backoff applies. In a
+// half-open breaker Trip ends the phase at any pace, as a failed first probe does. It does
+// nothing if the breaker is open.
 func (b *Breaker) Trip(now time.Duration, cause breaker.Cause) {
 	b.mu.Lock()
 	defer b.unlock(now)
@@ -515,9 +510,9 @@ func (b *Breaker) Trip(now time.Duration, cause breaker.Cause) {
 	}
 }
 
-// Tick rolls the window and ends the leases of lost probes. Call it at least
-// once a second, and at least once per sixtieth of Window: successes of an
-// attached counter are booked when it runs.
+// Tick rolls the window and ends the leases of lost probes. Call it at least once a second
+// and at least once per sixtieth of Window: it adds the successes of attached counters to
+// the window.
 func (b *Breaker) Tick(now time.Duration) {
 	b.mu.Lock()
 	defer b.unlock(now)
@@ -527,8 +522,8 @@ func (b *Breaker) Tick(now time.Duration) {
 	}
 }
 
-// Changes appends the pending changes to dst, oldest first, and forgets them.
-// At most 64 are kept. With none pending it is one atomic load.
+// Changes appends the pending changes to dst, oldest first, and forgets them. A breaker
+// keeps at most 64. If there are none it costs one atomic load.
 func (b *Breaker) Changes(dst []Change) []Change {
 	if b.pending.Load() == 0 {
 		return dst
@@ -545,11 +540,11 @@ func (b *Breaker) Changes(dst []Change) []Change {
 type Snapshot struct {
 	breaker.Snapshot
 
-	Trial Trial // of the last permit, while held and open
+	Trial Trial // outcome of the latest permitted probe, while held and open
 }
 
-// Snapshot describes the breaker as of now. It never changes it: not even an
-// open period that is over becomes half-open by being looked at.
+// Snapshot describes the breaker as of now and does not change it: an open period that is
+// over does not become half-open.
 func (b *Breaker) Snapshot(now time.Duration) Snapshot {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -600,8 +595,7 @@ func (b *Breaker) unlock(now time.Duration) {
 	}
 }
 
-// collectLocked moves the window to now and books the successes since the last
-// time.
+// collectLocked moves the window to now and adds the successes since its latest call.
 func (b *Breaker) collectLocked(now time.Duration) {
 	crossed := b.win.roll(now)
 	ok := b.epoch.Load().ok.Load()
@@ -627,7 +621,7 @@ func (b *Breaker) judgeLocked() (breaker.Cause, bool) {
 	return breaker.CauseRate, wilsonLow(b.win.bad, n, b.cfg.Z) > b.cfg.Ratio
 }
 
-// tripLocked opens a closed breaker by verdict.
+// tripLocked opens a closed breaker by the breaker's own verdict.
 func (b *Breaker) tripLocked(now time.Duration, cause breaker.Cause) {
 	if now > b.remember {
 		b.flaps = 0
@@ -640,16 +634,15 @@ func (b *Breaker) tripLocked(now time.Duration, cause breaker.Cause) {
 	b.openLocked(now, cause, b.periodLocked(now), false)
 }
 
-// climbLocked goes one level up, if the next period may last longer than that of the
-// level it leaves.
+// climbLocked raises the level by one if the next period may be at least as long as that
+// of the current level.
 func (b *Breaker) climbLocked(now time.Duration) {
 	if d := b.cfg.Period(b.level); b.cfg.PeriodAfter(b.level+1, now-b.down) >= d {
 		b.level = min(b.level+1, b.top)
 	}
 }
 
-// levelLocked is the level as of now: forgotten once Memory has passed since the
-// close.
+// levelLocked is the level as of now: 0 once Memory has passed since the close.
 func (b *Breaker) levelLocked(now time.Duration) int {
 	if b.Closed() && now > b.remember {
 		return 0
@@ -673,9 +666,9 @@ func (b *Breaker) openLocked(now time.Duration, cause breaker.Cause, d time.Dura
 	b.moveLocked(now, e, cause, d)
 }
 
-// halfOpenLocked begins a phase of probes, of one probe if it is by permit.
+// halfOpenLocked begins a phase of probes. By permit it is one probe.
 func (b *Breaker) halfOpenLocked(now time.Duration, permit bool) *epoch {
-	// gobreaker judges a whole phase; a permit is not one.
+	// gobreaker judges whole phases; a permit is no whole phase.
 	b.byHand, b.judged = permit || b.flaps > 0, gobreaker.StateHalfOpen
 	prev := b.epoch.Load()
 	e := &epoch{state: breaker.HalfOpen, cause: prev.cause, held: permit, freed: prev.held && !permit}
@@ -695,8 +688,8 @@ func (b *Breaker) closeLocked(now time.Duration, cause breaker.Cause) {
 	b.moveLocked(now, &epoch{state: breaker.Closed}, cause, 0)
 }
 
-// moveLocked makes e the next generation, which voids every token of the one
-// before, and records the change.
+// moveLocked makes e the next generation, which voids all older tokens, and records the
+// change.
 func (b *Breaker) moveLocked(now time.Duration, e *epoch, cause breaker.Cause, openFor time.Duration) {
 	prev := b.epoch.Load()
 	e.gen, e.since = prev.gen+1, now
@@ -731,7 +724,7 @@ func (b *Breaker) publishLocked(e *epoch) {
 	b.word.Store(word)
 }
 
-// roomLocked sets the instant before which half-open admits nobody.
+// roomLocked sets the instant before which a half-open breaker admits no call.
 func (b *Breaker) roomLocked(e *epoch, now time.Duration) {
 	e.stir.Store(int64(now))
 	room := max(b.cfg.Probes, 1<<(b.pace/probePassed))
@@ -751,7 +744,7 @@ func (b *Breaker) roomLocked(e *epoch, now time.Duration) {
 
 // expireLocked settles the probes that outlived their leases.
 func (b *Breaker) expireLocked(now time.Duration) {
-	for i := 0; i < len(b.out); { // settled, a probe is out no more; the phase may end
+	for i := 0; i < len(b.out); { // settling removes the probe from b.out, and may end the phase
 		if p := b.out[i]; p.deadline <= now {
 			b.settleLocked(now, p, lost)
 		} else {
@@ -767,7 +760,7 @@ func (b *Breaker) settleProbe(now time.Duration, p *probe, o outcome) {
 	b.settleLocked(now, p, o)
 }
 
-// outcome is what became of a probe.
+// outcome is how an attempt or a probe ended.
 type outcome uint8
 
 const (
@@ -779,7 +772,7 @@ const (
 	excluded
 )
 
-// settleLocked settles p once, and only in its own generation.
+// settleLocked settles p once and only in the generation of p.
 func (b *Breaker) settleLocked(now time.Duration, p *probe, o outcome) {
 	e := b.epoch.Load()
 	if p.settled || p.gen != e.gen {
@@ -815,7 +808,7 @@ func (b *Breaker) settleLocked(now time.Duration, p *probe, o outcome) {
 		b.holdLocked(now, probeCause[o], TrialFailed)
 		return
 	case b.pace > 0:
-		b.pace-- // others succeed: slower, and not stopped
+		b.pace-- // other probes succeed: slow down, do not stop
 		b.stretchLocked(now, true)
 		b.head, b.passed, b.byHand = p.head, 0, true
 	default:
@@ -829,20 +822,20 @@ func (b *Breaker) settleLocked(now time.Duration, p *probe, o outcome) {
 	}
 	if passing := b.pace > 0; passing != e.passing.Load() {
 		e.passing.Store(passing)
-		b.changed = true // so is its vote
+		b.changed = true // the vote at the parent changed
 	}
 	b.roomLocked(e, now)
 }
 
-// stretch is a part of a half-open phase, Memory long from its first probe on.
+// stretch is a part of a half-open phase. It lasts Memory from its first probe on.
 type stretch struct {
 	from     time.Duration
-	bad, all int // probes
+	bad, all int // failed probes, all probes
 }
 
-// stretchLocked counts a probe. A stretch in which no more of them failed than a closed breaker
-// bears forgets a flap: else a row of 640 would be asked for long after the flapping is over,
-// which a dependency that fails one call in fifty never has.
+// stretchLocked counts a probe. If a stretch ends with at most Ratio of its probes failed,
+// one flap is forgotten. Otherwise 640 successes in a row could be needed long after the
+// flapping is over; a dependency that fails one call in fifty never has so many.
 func (b *Breaker) stretchLocked(now time.Duration, bad bool) {
 	s := &b.stretch
 	if s.all == 0 {
@@ -860,10 +853,10 @@ func (b *Breaker) stretchLocked(now time.Duration, bad bool) {
 	*s = stretch{}
 }
 
-// The pace of a half-open breaker is how many probes may be out: 2^(pace/probePassed),
-// or Config.Probes if that is more. A success doubles it, two failures halve it, and a
-// failure at pace 0 opens the breaker. So a dependency that fails up to two calls in
-// three carries what it can, and one that is down is left alone.
+// The pace of a half-open breaker sets how many probes may be out: 2^(pace/probePassed),
+// or Config.Probes if that is more. A success doubles the number, two failures halve it,
+// and a failure at pace 0 opens the breaker. So a dependency that fails up to two calls in
+// three carries what it can, and a dependency that is down gets no calls.
 //
 // Doubling on success and halving on failure is the slow start and the multiplicative
 // decrease of TCP (V. Jacobson, Congestion avoidance and control, SIGCOMM 1988).
@@ -875,19 +868,21 @@ const (
 
 var probeCause = [...]breaker.Cause{failed: breaker.CauseProbe, down: breaker.CauseProbe, tooSlow: breaker.CauseSlow, lost: breaker.CauseLost}
 
-// tellLocked passes a probe's outcome to gobreaker, whose answer is in judged. A failure
-// that only slows the phase is not told: the rest of that phase is judged by hand.
+// tellLocked passes a probe's outcome to gobreaker, which answers in judged. gobreaker is
+// not told a failure that only slows the phase: the rest of that phase is judged by hand.
 func (b *Breaker) tellLocked(p *probe, err error) {
 	if p.done != nil && !b.byHand {
 		p.done(err)
 	}
 }
 
-// votes reports whether the breaker counts as not closed for a parent: it is
-// not, and something was there to probe with in the last Cap. A hold has no end to
-// count from, but the open period that it began with. What a hold was given back
-// from is not known to fail until a probe of its own has, and then it is open. A force is
-// somebody's decision about this breaker, and says nothing about its siblings.
+// votes reports whether the breaker counts as not closed at its parent: it is not closed,
+// and had something to probe with in the last Cap. A hold has no deadline to count from;
+// the end of its open period counts.
+//
+// A breaker that Unhold gave back has no vote: nothing shows that it fails until its own
+// probe fails, and then it is open. A forced breaker has no vote: a force is a decision
+// about this breaker and says nothing about its siblings.
 func (b *Breaker) votes(now time.Duration) bool {
 	e := b.epoch.Load()
 	if e.state == breaker.Closed || e.forced || e.freed || e.passing.Load() {
@@ -900,7 +895,7 @@ func (b *Breaker) votes(now time.Duration) bool {
 	return now < later(time.Duration(last), b.cfg.Cap)
 }
 
-// spent reports whether the breaker holds nothing worth keeping.
+// spent reports whether the breaker has no state worth keeping.
 func (b *Breaker) spent(now time.Duration) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()

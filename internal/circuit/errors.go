@@ -6,17 +6,17 @@ package circuit
 import "errors"
 
 var (
-	// ErrTooManyScopes means [Scopes.Leaf] was asked for one more scope than
-	// ScopesConfig.Limit, or a [Fleet] for one more than FleetConfig.Scopes. Nothing was
-	// created; with a Fleet, the breaker goes by itself.
+	// ErrTooManyScopes means that a call asked [Scopes.Leaf] for more scopes than
+	// ScopesConfig.Limit, or a [Fleet] for more than FleetConfig.Scopes. Nothing was
+	// created. With a Fleet, the breaker decides alone.
 	ErrTooManyScopes = errors.New("breaker: too many scopes")
 
-	// ErrPath means a scope path was empty, too long (255 bytes in a [Fleet]), or had an
-	// empty element.
+	// ErrPath means that a scope path is empty or too long (over 255 bytes in a [Fleet]),
+	// or has an empty element.
 	ErrPath = errors.New("breaker: scope path")
 )
 
-// What gobreaker is told about a request.
+// errFailed and errExcluded tell gobreaker the outcome of a request.
 var (
 	errFailed   = errors.New("breaker: failed")
 	errExcluded = errors.New("breaker: excluded")

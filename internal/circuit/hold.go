@@ -9,31 +9,32 @@ import (
 	"github.com/stormguard-mq/stormguard/breaker"
 )
 
-// Trial is what became of the probe that a fleet let through a breaker that it holds.
+// Trial is the outcome of a probe that a fleet let through a breaker that it holds.
 type Trial uint8
 
 const (
-	// NoTrial is a breaker that is not held, or holds since before a permit.
+	// NoTrial means that the breaker is not held, or that no permitted probe has ended
+	// since the hold began.
 	NoTrial Trial = iota
-	// TrialPassed is a held breaker whose last permitted probe succeeded.
+	// TrialPassed means that the latest permitted probe of a held breaker succeeded.
 	TrialPassed
-	// TrialFailed is one whose last permitted probe failed, was too slow or was
-	// lost.
+	// TrialFailed means that the latest permitted probe of a held breaker failed, was too
+	// slow or was lost.
 	TrialFailed
 )
 
-// A hold is how a party above the breaker takes its decisions over: processes
-// that agree among themselves when their breakers open, which of them probes,
-// and when all close. It is apart from a force, so that neither can end the
-// other: an operator's Force stands where somebody wanted to hold, replaces a
-// hold, and is not closed by the end of one.
+// With a hold, a party above the breaker takes over its decisions: processes agree when
+// their breakers open, which of them probes, and when all close. A hold is not a force,
+// and neither can end the other. Hold does nothing under an operator's Force, Force
+// replaces a hold, and the end of a hold does not close a forced breaker.
 
-// Hold opens the breaker until [Breaker.Unhold] or [Breaker.CloseHeld], and
-// raises the backoff to level if it is lower. It voids what is out, as Force
-// does, a permitted probe included; on a breaker that is held already only the
-// backoff moves, and its vote in a tree lasts from now (see [Scopes]). It does
-// nothing while a force lasts, be it behind a longer open period of the breaker's
-// own, which Snapshot.Barred tells.
+// Hold opens the breaker until [Breaker.Unhold] or [Breaker.CloseHeld], and raises the
+// backoff to level if it is lower. Like Force it voids all tokens that are out, a permitted
+// probe included. On a breaker that is held already only the backoff changes, and its vote
+// in a tree lasts from now (see [Scopes]).
+//
+// Hold does nothing while a force lasts, also if a longer open period of the breaker's own
+// hides the force. Snapshot.Barred says whether a force lasts.
 func (b *Breaker) Hold(now time.Duration, level int, cause breaker.Cause) {
 	b.mu.Lock()
 	defer b.unlock(now)
@@ -49,10 +50,10 @@ func (b *Breaker) Hold(now time.Duration, level int, cause breaker.Cause) {
 	b.epoch.Load().stir.Store(int64(later(now, b.cfg.Period(max(b.level, 1)))))
 }
 
-// Permit lets one probe through a held breaker: the next to ask Admit gets it.
-// Whatever becomes of it the breaker stays shut and the backoff where it is;
-// Snapshot.Trial tells the outcome. An excluded probe gives the permit back.
-// It does nothing if the breaker is not held.
+// Permit lets one probe through a held breaker: the next call of Admit gets it. Whatever
+// the outcome, the breaker stays held and its backoff stays as it is. Snapshot.Trial has
+// the outcome. An excluded probe gives the permit back. Permit does nothing if the breaker
+// is not held.
 func (b *Breaker) Permit(now time.Duration) {
 	b.mu.Lock()
 	defer b.unlock(now)
@@ -62,9 +63,8 @@ func (b *Breaker) Permit(now time.Duration) {
 	b.halfOpenLocked(now, true)
 }
 
-// Unhold gives a held breaker back to itself: it is half-open and judges its
-// own probes. In a tree it has no vote until one of them fails. It does nothing if
-// the breaker is not held.
+// Unhold ends a hold: the breaker becomes half-open and judges its own probes. In a tree it
+// has no vote until a probe fails. Unhold does nothing if the breaker is not held.
 func (b *Breaker) Unhold(now time.Duration) {
 	b.mu.Lock()
 	defer b.unlock(now)
@@ -75,8 +75,8 @@ func (b *Breaker) Unhold(now time.Duration) {
 	b.halfOpenLocked(now, false)
 }
 
-// CloseHeld closes a held breaker as if its own probes had: the window is
-// empty, and the backoff, one level lower, outlives the close by Memory. It does
+// CloseHeld closes a held breaker as if its own probes had closed it: the window is empty,
+// and the level of the backoff, lowered by one, is remembered for Memory. CloseHeld does
 // nothing if the breaker is not held.
 func (b *Breaker) CloseHeld(now time.Duration, cause breaker.Cause) {
 	b.mu.Lock()
@@ -88,9 +88,9 @@ func (b *Breaker) CloseHeld(now time.Duration, cause breaker.Cause) {
 	b.closeLocked(now, cause)
 }
 
-// Proved reports whether the breaker is closed and probes closed it: its own, or those of the
-// party that held it. One that [Breaker.ForceClosed] closed has shown nothing, nor has one that
-// was never open.
+// Proved reports whether the breaker is closed and probes closed it: its own probes, or
+// those of the party that held it. It is false after [Breaker.ForceClosed], and for a
+// breaker that was never open.
 func (b *Breaker) Proved() bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -101,7 +101,7 @@ func (b *Breaker) Proved() bool {
 // load.
 func (b *Breaker) Held() bool { return b.epoch.Load().held }
 
-// holdLocked is the way into a held open period.
+// holdLocked begins a held open period.
 func (b *Breaker) holdLocked(now time.Duration, cause breaker.Cause, t Trial) {
 	e := &epoch{state: breaker.Open, cause: cause, held: true, trial: t}
 	e.until.Store(int64(never))

@@ -12,10 +12,9 @@ import (
 
 // newGobreaker returns a closed gobreaker that trips when b.verdict says so.
 //
-// Its three callbacks run under its own lock, inside mu, and touch two fields
-// only; calling it from one of them would deadlock. Its open period is the
-// shortest it can have: ours is the gate's. Its counts are used for the
-// half-open phase alone.
+// Its three callbacks run under gobreaker's lock, inside mu, and touch two fields only. A
+// call of gobreaker from a callback would deadlock. gobreaker's open period is as short as
+// possible, since the gate has the real one. Its counts only serve the half-open phase.
 func (b *Breaker) newGobreaker() *gobreaker.TwoStepCircuitBreaker[struct{}] {
 	return gobreaker.NewTwoStepCircuitBreaker[struct{}](gobreaker.Settings{
 		Name:          b.name,
@@ -44,8 +43,8 @@ func (b *Breaker) tripGobreaker(gb *gobreaker.TwoStepCircuitBreaker[struct{}]) {
 	b.verdict = false
 }
 
-// trippedGobreaker returns a fresh gobreaker that is open. Whatever still holds
-// a request of the one it replaces can no longer move anything.
+// trippedGobreaker returns a new gobreaker that is open. Requests of the gobreaker that it
+// replaces no longer change anything.
 func (b *Breaker) trippedGobreaker() *gobreaker.TwoStepCircuitBreaker[struct{}] {
 	gb := b.newGobreaker()
 	b.tripGobreaker(gb)

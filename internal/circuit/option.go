@@ -14,10 +14,9 @@ type optionFunc func(*options)
 
 func (f optionFunc) apply(o *options) { f(o) }
 
-// WithRand sets where jitter comes from: f returns numbers in [0, 1). It is
-// called once per open period, under the breaker's lock, and is not called
-// when Jitter is 0. The default is math/rand/v2; a simulation that must replay
-// gives its own.
+// WithRand sets the source of jitter: f returns numbers in [0, 1). The breaker calls f once
+// per open period, under its lock, and not at all if Jitter is 0. The default is
+// math/rand/v2. A simulation that must be repeatable passes its own f.
 func WithRand(f func() float64) Option {
 	return optionFunc(func(o *options) { o.rand = f })
 }

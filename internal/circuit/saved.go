@@ -12,25 +12,25 @@ import (
 	"github.com/stormguard-mq/stormguard/breaker"
 )
 
-// Saved is what a breaker leaves to the next process, whose clock goes on where this one's
-// would be.
+// Saved is the state of a breaker that the next process continues. The clock of the next
+// process continues the clock of this one.
 type Saved struct {
 	State  breaker.State `json:"state"`
 	Cause  breaker.Cause `json:"cause,omitempty"`
 	Forced bool          `json:"forced,omitempty"`
 
 	// Until is the deadline of an open period or a force; the largest Duration for a
-	// force without end. Closed, it is how long the level is remembered.
+	// force without end. In a closed breaker it is when the level is forgotten.
 	Until time.Duration `json:"until,omitempty"`
-	// Down is since when nothing succeeds; 0 while closed.
+	// Down is the start of the time without a success; 0 while closed.
 	Down  time.Duration `json:"down,omitempty"`
 	Level int           `json:"level,omitempty"`
 	Flaps int           `json:"flaps,omitempty"`
 }
 
-// Save is what the next process has to know, and false if that is nothing: a closed
-// breaker whose level is forgotten. Held by others it is half-open: what they decided
-// they know themselves.
+// Save returns the state for the next process. It returns false if there is none: the
+// breaker is closed and its level forgotten. A held breaker is saved as half-open, since
+// the other processes know their own decision.
 func (b *Breaker) Save(now time.Duration) (Saved, bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -51,10 +51,10 @@ func (b *Breaker) Save(now time.Duration) (Saved, bool) {
 	return s, true
 }
 
-// Restore takes up what an earlier process saved. A force lasts until its end. An open period does, too, but no longer than Cap; one that
-// is over, or is stale, leaves the breaker half-open, without a vote in a tree until a probe
-// has failed. Restore reports false and does
-// nothing if the breaker has changed since it was made.
+// Restore continues the state that an earlier process saved. A force lasts until its end,
+// an open period too, but at most Cap longer. An open period that is over or stale makes
+// the breaker half-open, without a vote in a tree until a probe fails. Restore does
+// nothing and returns false if the breaker has changed since New.
 func (b *Breaker) Restore(now time.Duration, s Saved, stale bool) bool {
 	b.mu.Lock()
 	defer b.unlock(now)
@@ -83,7 +83,7 @@ func (b *Breaker) Restore(now time.Duration, s Saved, stale bool) bool {
 	if left > 0 {
 		b.openLocked(now, s.Cause, left, s.Forced)
 	} else {
-		// As by Unhold: there is nothing yet that it could vote by.
+		// As after Unhold: the breaker has no vote until a probe fails.
 		b.byHand, b.judged = b.flaps > 0, gobreaker.StateHalfOpen
 		e := &epoch{state: breaker.HalfOpen, cause: s.Cause, freed: true}
 		e.until.Store(math.MinInt64)
@@ -93,15 +93,15 @@ func (b *Breaker) Restore(now time.Duration, s Saved, stale bool) bool {
 	return true
 }
 
-// SavedScope is a leaf's breaker, and its path.
+// SavedScope is the saved state of a leaf's breaker, with its path.
 type SavedScope struct {
 	Path []string `json:"path"`
-	// At is when it was saved; 0 is as of now.
+	// At is when the breaker was saved; 0 means now.
 	At time.Duration `json:"at,omitempty"`
 	Saved
 }
 
-// Save appends what the leaves leave to the next process, in no order.
+// Save appends the states of the leaves for the next process, in no order.
 func (s *Scopes) Save(now time.Duration, dst []SavedScope) []SavedScope {
 	for _, n := range s.nodes(now) {
 		if saved, ok := n.b.Save(now); ok {

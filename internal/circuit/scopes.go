@@ -16,8 +16,8 @@ import (
 	"github.com/stormguard-mq/stormguard/breaker"
 )
 
-// maxDepth is how long a scope path may be: a leaf and two parents, so that an
-// admission pays at most two loads more than the leaf's own.
+// maxDepth is the most elements of a scope path: a leaf and two parents. So an admission
+// costs at most two loads more than the leaf's own.
 const maxDepth = 3
 
 // ScopesConfig configures a tree of scopes. The zero value is valid and means
@@ -26,12 +26,11 @@ type ScopesConfig struct {
 	// Quorum is the share of a parent's live children that must not be closed
 	// for the parent to open. In (0, 1]; unset means 0.5.
 	Quorum float64
-	// MinOpen is how many of them it must be at least. In [2, 1000000]; unset
-	// means 2: one child is never an outage of its parent.
+	// MinOpen is the least number of such children. In [2, 1000000]; unset means 2: one
+	// child is never an outage of its parent.
 	MinOpen int
-	// Limit is how many leaves may exist at once, the unreferenced ones that
-	// Evict has not dropped included. In [1, 10000000]; unset means 10000. A
-	// leaf costs about 2 KB.
+	// Limit is how many leaves may exist at once, with unclaimed leaves that Evict has not
+	// dropped. In [1, 10000000]; unset means 10000. A leaf costs about 2 KB.
 	Limit int
 	// Breaker configures every leaf.
 	Breaker breaker.Config
@@ -46,7 +45,7 @@ func (c ScopesConfig) WithDefaults() ScopesConfig {
 	return c
 }
 
-// Validate returns one error with all that is wrong, or nil.
+// Validate returns one error that reports all wrong fields, or nil.
 func (c ScopesConfig) Validate() error {
 	wrong := []error{c.Breaker.Validate()}
 	c = c.WithDefaults()
@@ -74,22 +73,24 @@ func (p path) elements() []string {
 
 func (p path) String() string { return strings.Join(p.elements(), "/") }
 
-// Scopes is a tree: breakers at the leaves, gates above them. A leaf counts
-// and probes; a parent only looks at its live children, those some [Leaf]
-// refers to, and is open while at least MinOpen and Quorum of them are not
-// closed. A child of a child is not counted twice: a group looks at its
-// topics, a topic at its partitions.
+// Scopes is a tree: breakers at the leaves, gates above them. A leaf counts and probes. A
+// parent only looks at its live children (claimed by some [Leaf]): it is open while at
+// least MinOpen and Quorum of them are not closed. A child of a child is not counted
+// twice: a group looks at its topics, a topic at its partitions.
 //
-// A leaf that is not closed but has had nothing to probe with, for Cap after
-// its deadline or its last probe, has no vote: an idle partition cannot keep
-// its topic shut for ever. It has one again as soon as it probes. A leaf that is
-// held has no deadline: the end of the period at its level, from the latest Hold,
-// counts as one. One that was given back by Unhold has a vote once a probe failed. A
-// half-open leaf whose probes succeed has none: it carries a part of its load.
+// A leaf that is not closed has a vote at its parent, with these exceptions:
 //
-// All methods are safe for concurrent use. Lock order: Scopes.mu, then
-// Breaker.mu, never the other way round: a breaker tells the tree of a change
-// after it has let go of its own lock.
+//   - A leaf that had nothing to probe with for Cap after its deadline or latest probe: an
+//     idle partition cannot keep its topic shut. Its next probe gives it the vote again.
+//     A held leaf has no deadline; the end of the period of its level, counted from the
+//     latest Hold, takes its place.
+//   - A leaf that Unhold gave back, until a probe fails.
+//   - A half-open leaf whose probes succeed: it carries a part of its load.
+//   - A leaf that is open by force: a force says nothing about its siblings.
+//
+// All methods are safe for concurrent use. Lock order: Scopes.mu, then Breaker.mu, never
+// the other way round. A breaker tells the tree of a change after it has released its own
+// lock.
 type Scopes struct {
 	cfg  ScopesConfig
 	opts options
@@ -99,7 +100,7 @@ type Scopes struct {
 	leaves  map[path]*node
 	parents map[path]*parent
 	list    []*node            // leaves, in no order; replaced, never changed in place
-	stale   bool               // list is behind leaves
+	stale   bool               // list is out of date
 	shut    map[*node]struct{} // live leaves that are not closed
 	dirty   []*node            // leaves with pending changes
 	changes []Change           // of parents
@@ -108,20 +109,20 @@ type Scopes struct {
 // maxTreeChanges bounds the pending changes of parents and evicted leaves.
 const maxTreeChanges = 1024
 
-// node is a leaf scope. Its b, path and up never change; the rest is guarded
-// by Scopes.mu. parts and turned are read without it.
+// node is a leaf scope. Its b, path and up never change. Scopes.mu guards the other
+// fields; parts and turned are also read without the lock.
 type node struct {
 	path path
 	b    *Breaker
 	up   *parent
 
 	refs     int
-	parts    atomic.Int64 // of these, claims with a part in the parents
+	parts    atomic.Int64 // claims with a part in the parents, a part of refs
 	released time.Duration
 	votes    bool
 	dirty    bool
 
-	turned atomic.Int64 // number of its last turn at a parent; 0 none
+	turned atomic.Int64 // number of its latest turn at a parent; 0 for none
 }
 
 // parent is a gate. Admissions read open; the counts are guarded by Scopes.mu.
@@ -130,19 +131,19 @@ type parent struct {
 	name  string
 	up    *parent
 	open  atomic.Bool
-	paced atomic.Bool  // its leaves take turns to probe: none has succeeded since one failed
-	turn  atomic.Int64 // instant before which none of them begins to
-	turns atomic.Int64 // how many have begun
-	shut  atomic.Int64 // when it opened
+	paced atomic.Bool  // leaves take turns to probe: no probe has succeeded since one failed
+	turn  atomic.Int64 // instant before which no leaf begins a turn
+	turns atomic.Int64 // how many turns have begun
+	shut  atomic.Int64 // when the parent opened
 	voted atomic.Int64 // copy of votes
 	kids  int          // children that exist
 	live  int          // children that are live
-	votes int          // live children that are not closed, and have a vote
+	votes int          // live children that are not closed and have a vote
 	seq   uint64
 	since time.Duration
 }
 
-// NewScopes returns an empty tree. The error has all that is wrong with cfg.
+// NewScopes returns an empty tree. The error reports all wrong fields of cfg.
 func NewScopes(cfg ScopesConfig, opts ...Option) (*Scopes, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err
@@ -159,16 +160,16 @@ func NewScopes(cfg ScopesConfig, opts ...Option) (*Scopes, error) {
 // Config returns the configuration with its defaults filled in.
 func (s *Scopes) Config() ScopesConfig { return s.cfg }
 
-// Leaf claims the leaf scope at path, coarsest element first (group, topic,
-// partition), one to three elements, none empty. It is created at the first
-// claim and shared by every later one; Release ends the claim. What a leaf
-// learned before it was released is still there if Evict has not dropped it.
+// Leaf claims the leaf scope at a path of one to three elements, none empty, the coarsest
+// first (group, topic, partition). The first claim creates the scope, later claims share
+// it; Release ends a claim. A released scope keeps its state until Evict drops it.
 //
 // The errors are [ErrPath] and [ErrTooManyScopes].
 func (s *Scopes) Leaf(elements ...string) (*Leaf, error) { return s.claim(true, elements) }
 
-// Aside claims a leaf as Leaf does, without a part in its parents: it is no child of theirs,
-// and they do not hold it. Where others claim the same leaf with a part, so does this one.
+// Aside claims a leaf as Leaf does, but without a part in its parents: the leaf is not
+// their child, and they do not stop it. If others claim the same leaf with a part, this
+// claim has a part, too.
 func (s *Scopes) Aside(elements ...string) (*Leaf, error) { return s.claim(false, elements) }
 
 func (s *Scopes) claim(part bool, elements []string) (*Leaf, error) {
@@ -207,9 +208,8 @@ func (s *Scopes) claim(part bool, elements []string) (*Leaf, error) {
 	return l, nil
 }
 
-// Release ends a claim, as of the latest Tick. The scope stays, without a
-// vote once nobody claims it, until Evict drops it. Releasing a leaf twice
-// does nothing.
+// Release ends a claim, as of the latest Tick. The scope stays until Evict drops it, but
+// has no vote once nobody claims it. A second Release of a leaf does nothing.
 func (s *Scopes) Release(l *Leaf) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -229,11 +229,10 @@ func (s *Scopes) Release(l *Leaf) {
 	delete(s.shut, n)
 }
 
-// Evict drops the scopes nobody has claimed for idle or longer that hold
-// nothing worth keeping: closed, with no failure in the window and the backoff
-// forgotten; or not closed but past their deadline by Memory, when what they
-// know is out of date. A force without end is kept. It returns how many it
-// dropped.
+// Evict drops scopes that nobody has claimed for idle or longer and that have no state
+// worth keeping. A closed scope has none if its window has no failure and its backoff is
+// forgotten. Any other scope has none from Memory after its deadline on, since its state
+// is out of date. A force without end is kept. Evict returns the number of dropped scopes.
 func (s *Scopes) Evict(now, idle time.Duration) int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -263,8 +262,8 @@ func (s *Scopes) Evict(now, idle time.Duration) int {
 	return dropped
 }
 
-// Tick ticks every leaf and takes the vote of those that idle. Call it at
-// least once a second; it costs about a lock per leaf.
+// Tick ticks every leaf and takes the vote from idle leaves. Call it at least once a
+// second. It costs about one lock per leaf.
 func (s *Scopes) Tick(now time.Duration) {
 	for _, n := range s.nodes(now) {
 		n.b.Tick(now)
@@ -283,8 +282,8 @@ func (s *Scopes) Hasten(now time.Duration) {
 	}
 }
 
-// Changes appends the pending changes of leaves and parents to dst and forgets
-// them. Those of one scope are in order.
+// Changes appends the pending changes of leaves and parents to dst and forgets them. The
+// changes of one scope are in order.
 func (s *Scopes) Changes(dst []Change) []Change {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -306,13 +305,13 @@ func (s *Scopes) Len() int {
 	return len(s.leaves)
 }
 
-// ParentSnapshot is what a parent scope looks like at one instant.
+// ParentSnapshot is the state of a parent scope at one instant.
 type ParentSnapshot struct {
 	Name  string
 	Open  bool
-	Since time.Duration // of the last change
-	Live  int           // children somebody has claimed
-	Votes int           // of them not closed, idle ones left out
+	Since time.Duration // when Open last changed
+	Live  int           // claimed children
+	Votes int           // claimed children that are not closed and have a vote; see Scopes
 }
 
 // Parents describes every parent scope, sorted by name.
@@ -327,7 +326,7 @@ func (s *Scopes) Parents() []ParentSnapshot {
 	return all
 }
 
-// nodes returns the leaves as a slice that stays as it is.
+// nodes returns the leaves in a slice that nobody changes.
 func (s *Scopes) nodes(now time.Duration) []*node {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -359,7 +358,7 @@ func (s *Scopes) parentLocked(elements []string) *parent {
 	return p
 }
 
-// changed is what a leaf's breaker calls after a change of state.
+// changed takes note of a change of state. The leaf's breaker calls it.
 func (s *Scopes) changed(n *node, now time.Duration) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -387,7 +386,7 @@ func (s *Scopes) lookLocked(n *node, live int, now time.Duration) {
 	n.votes = vote
 }
 
-// step is by how much a count of trues changes.
+// step is the change of a count of true values, when one value goes from was to is.
 func step(was, is bool) int {
 	switch {
 	case is && !was:
@@ -398,9 +397,9 @@ func step(was, is bool) int {
 	return 0
 }
 
-// countLocked changes the counts of p, opens it by them or closes it, with the given
-// cause, and passes both on as p's own vote and liveness. Counts change together, or a
-// parent would flap on the way from one sum to the other.
+// countLocked changes the counts of p and opens or closes p by them. The parent of p gets the
+// result as the vote and liveness of p. A close has the given cause. Both counts change
+// together: one after the other, a parent could flap in between.
 func (s *Scopes) countLocked(p *parent, votes, live int, now time.Duration, closes breaker.Cause) {
 	if p == nil || votes == 0 && live == 0 {
 		return
@@ -433,9 +432,9 @@ func (s *Scopes) recordLocked(c Change) {
 	s.changes = append(s.changes, c)
 }
 
-// Leaf is one claim of a leaf scope: its breaker, behind the gates of its
-// parents. Asking differs, and the outcome of a probe is one for its parents' other
-// leaves, too.
+// Leaf is one claim of a leaf scope: its breaker, behind the gates of its parents. Closed,
+// Enter and Admit also ask the parents, and the outcome of a probe also paces the other
+// leaves of an open parent.
 type Leaf struct {
 	*Breaker
 
@@ -445,7 +444,7 @@ type Leaf struct {
 	gone      bool // guarded by Scopes.mu
 }
 
-// apart tells whether the leaf has no part in its parents.
+// apart reports whether the leaf has no part in its parents.
 func (l *Leaf) apart() bool { return !l.part && l.node.parts.Load() == 0 }
 
 // gate returns the nearest parent that is open, or nil.
@@ -461,7 +460,7 @@ func (l *Leaf) gate() *parent {
 	return nil
 }
 
-// Wider are the parents that are open, the nearest first.
+// Wider returns the open parents, the nearest first.
 func (l *Leaf) Wider() (open []breaker.Snapshot) {
 	if l.apart() {
 		return nil
@@ -476,8 +475,8 @@ func (l *Leaf) Wider() (open []breaker.Snapshot) {
 	return open
 }
 
-// Closed reports whether the leaf and all its parents are closed: at most
-// three atomic loads, and one for a claim aside.
+// Closed reports whether the leaf and all its parents are closed: at most three atomic
+// loads, and one more for a claim by Aside.
 func (l *Leaf) Closed() bool { return l.gate() == nil && l.Breaker.Closed() }
 
 // Enter is [Breaker.Enter] behind the parents: at most three atomic loads.
@@ -488,17 +487,18 @@ func (l *Leaf) Enter() (Token, bool) {
 	return l.Breaker.Enter()
 }
 
-// Admit is [Breaker.Admit] behind the parents. A leaf that is itself closed is
-// refused while a parent is open; one that is not probes, for that is what lets the
-// parent close. While these probes fail, the leaves of a parent take turns at its pace:
-// a dependency that many partitions share is asked once and not by each. After one that
-// succeeds each goes by its own backoff.
+// Admit is [Breaker.Admit] behind the parents. While a parent is open, Admit refuses a
+// closed leaf, but a leaf that is not closed probes: only probes let the parent close.
+//
+// While these probes fail, the leaves of a parent take turns at the parent's pace: a
+// dependency that many partitions share gets one probe, not one from each. After a probe
+// that succeeds each leaf follows its own backoff.
 func (l *Leaf) Admit(now time.Duration, head uint64) (Token, Refusal) {
 	return l.AdmitFor(now, head, 0)
 }
 
-// AdmitFor is Admit for a call that may take longer than Config.Lease: its lease is at least
-// the given one.
+// AdmitFor is Admit for a call that may take longer than Config.Lease. A probe's lease is
+// at least the given lease.
 func (l *Leaf) AdmitFor(now time.Duration, head uint64, lease time.Duration) (Token, Refusal) {
 	if r, waits := l.awaitTurn(now); waits {
 		return Token{}, r
@@ -512,14 +512,16 @@ func (l *Leaf) AdmitFor(now time.Duration, head uint64, lease time.Duration) (To
 	return t, r
 }
 
-// turnCaps is how long a leaf waits for its turn at most, in Caps.
+// turnCaps is the longest time that a leaf waits for its turn, in multiples of Cap.
 const turnCaps = 4
 
-// awaitTurn refuses the probe by which a leaf would end its open period, while it is
-// another leaf's turn: under an open parent whose probes fail all leaves share one probe
-// at a time, at the pace of the parent. Who has had a turn lets those go first who have
-// not, for Base. A leaf that waits has something to probe with, and keeps its vote. It
-// waits for turnCaps times Cap at most: its own part of the dependency may be back.
+// awaitTurn refuses the probe that would end a leaf's open period while it is another
+// leaf's turn. Under an open parent whose probes fail, all leaves share one probe at a
+// time, at the pace of the parent.
+//
+// A leaf that has had a turn waits Base longer, so that other leaves go first. A waiting
+// leaf has something to probe with and keeps its vote. It waits for turnCaps times Cap at
+// most: its own part of the dependency may be back.
 func (l *Leaf) awaitTurn(now time.Duration) (Refusal, bool) {
 	p := l.gate()
 	if p == nil || !p.paced.Load() {
@@ -546,8 +548,8 @@ func (l *Leaf) awaitTurn(now time.Duration) (Refusal, bool) {
 	return Refusal{State: breaker.Open, Cause: breaker.CauseQuorum, Scope: p.name, Until: mine}, true
 }
 
-// probed tells the parents what became of a leaf's probe: after a success the other
-// leaves probe at their own pace, until one fails.
+// probed tells the parents the outcome of a leaf's probe. After a success the other leaves
+// probe at their own pace, until a probe fails.
 func (l *Leaf) probed(t Token, passed bool) {
 	if !t.Probe() || l.apart() {
 		return
@@ -580,7 +582,7 @@ func (l *Leaf) Unavailable(now time.Duration, t Token, first bool) {
 	l.probed(t, false)
 }
 
-// Exclude is [Breaker.Exclude]. A probe that says nothing gives its turn back.
+// Exclude is [Breaker.Exclude]. A probe without an outcome gives its turn back.
 func (l *Leaf) Exclude(now time.Duration, t Token) {
 	l.Breaker.Exclude(now, t)
 	if p := l.gate(); p != nil && t.Probe() {

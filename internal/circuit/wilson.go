@@ -5,8 +5,8 @@ package circuit
 
 import "math"
 
-// wilsonLow is the lower end of the Wilson score interval for bad failures in
-// n trials at z standard deviations; the plain ratio at z = 0, and 0 for n = 0.
+// wilsonLow is the lower end of the Wilson score interval for bad failures in n trials at z
+// standard deviations. For z = 0 it is the plain ratio, for n = 0 it is 0.
 func wilsonLow(bad, n uint64, z float64) float64 {
 	if n == 0 {
 		return 0

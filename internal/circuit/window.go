@@ -8,17 +8,17 @@ import (
 	"time"
 )
 
-// sixty buckets of [breaker.Config.Bucket] each: the window covers between 59 and 60
-// sixtieths of Config.Window.
+// sixty is the number of buckets, of [breaker.Config.Bucket] each. The window covers
+// between 59 and 60 sixtieths of Config.Window.
 const sixty = 60
 
 type bucket struct{ ok, bad uint32 }
 
-// window is a sliding count of successes and failures. It is guarded by
-// Breaker.mu. Rolling is linear in the buckets that expire, at most 60.
+// window is a sliding count of successes and failures, guarded by Breaker.mu. roll costs
+// one step for each bucket that expires, at most 60.
 type window struct {
 	width   time.Duration
-	edge    time.Duration // where the current bucket ends, exclusive
+	edge    time.Duration // end of the current bucket, exclusive
 	cur     int
 	ok, bad uint64 // sums over b
 	b       [sixty]bucket
@@ -28,9 +28,9 @@ func (w *window) reset(now time.Duration) {
 	*w = window{width: w.width, edge: later(now, w.width)}
 }
 
-// roll moves to the bucket that holds now and reports whether an edge was
-// crossed. An instant before the current bucket belongs to the current one:
-// callers read their clocks before they queue for the lock.
+// roll moves to the bucket of now and reports whether it crossed an edge. An instant before
+// the current bucket counts in the current bucket: callers read their clocks before they
+// wait for the lock.
 func (w *window) roll(now time.Duration) bool {
 	if now < w.edge {
 		return false
@@ -52,8 +52,8 @@ func (w *window) roll(now time.Duration) bool {
 	return true
 }
 
-// succeeded adds n successes read at an edge (crossed) or inside a bucket.
-// Those read at an edge happened before it.
+// succeeded adds n successes, read at an edge (crossed) or inside a bucket. Successes read
+// at an edge happened before the edge.
 func (w *window) succeeded(n uint64, crossed bool) {
 	i := w.cur
 	if crossed {

@@ -15,14 +15,14 @@ import (
 type Kind uint8
 
 const (
-	// Hold keeps the scope open until another action. For is how long that is
-	// expected to be at least.
+	// Hold keeps the scope open until another action. For is the least time that this is expected
+	// to last.
 	Hold Kind = iota + 1
-	// HalfOpen gives the scope back to itself: its own probes decide from now.
+	// HalfOpen gives the scope back to its breaker, whose own probes decide from now on.
 	HalfOpen
 	// Probe lets one probe through a scope that stays held.
 	Probe
-	// Close closes a scope that is held.
+	// Close closes a held scope.
 	Close
 )
 
@@ -35,11 +35,11 @@ func (k Kind) String() string {
 	return fmt.Sprintf("kind(%d)", uint8(k))
 }
 
-// Causes that actions bring of their own.
+// Causes that the fleet's actions set themselves.
 const (
-	// CauseUnknown is a scope that was taken over and that nobody has told of.
+	// CauseUnknown is the cause of a scope that was taken over and about which nothing was told.
 	CauseUnknown breaker.Cause = "unknown"
-	// CauseFleet is why a scope closed that the fleet had opened.
+	// CauseFleet is the cause with which a scope closes that the fleet had opened.
 	CauseFleet breaker.Cause = "fleet"
 )
 
@@ -47,14 +47,13 @@ const (
 type Action struct {
 	Scope        string
 	Kind         Kind
-	For          time.Duration // Hold
-	BackoffLevel int           // the least the backoff stands at
+	For          time.Duration // of a Hold: the least time expected
+	BackoffLevel int           // the breaker's backoff level is at least this
 	Cause        breaker.Cause
-	At           Position // of the fleet
+	At           Position // the fleet's position
 }
 
-// Apply does to b what a asks for. No action undoes a force, such as an
-// operator's.
+// Apply applies a to the breaker b. No action undoes a force, such as an operator's.
 func (a Action) Apply(now time.Duration, b *circuit.Breaker) {
 	switch a.Kind {
 	case Hold:

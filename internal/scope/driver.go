@@ -16,16 +16,15 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
-// Driver is one process's part in a fleet as a guard drives it: it carries what
-// happens between its breakers and a [Machine]. It is a [breaker.Fleet].
-// The comment of fleet.Member says which scopes a breaker has, and what an operator's
-// force does. A gate further up, over the topics of a group, follows from topics that are
-// open everywhere alike and has no vote of its own.
+// Driver is one process's part in a fleet, as a guard drives it. It connects the guard's breakers
+// and a [Machine]. It is a [breaker.Fleet]. The comment of fleet.Member says which scopes a breaker
+// has, and what an operator's force does. A gate over the topics of a group has no vote of its own:
+// it follows from topics that are open everywhere alike.
 //
 // # Locks
 //
-// Lock order: Driver.mu, then that of the Machine, or of the breakers and their tree.
-// All methods are safe for concurrent use.
+// Lock order: Driver.mu, then that of the Machine, or of the breakers and their tree. All methods
+// are safe for concurrent use.
 type Driver struct {
 	clock func() time.Duration
 	v     *Machine // nil: no scope is decided on
@@ -33,32 +32,32 @@ type Driver struct {
 	mu       sync.Mutex
 	attached bool
 	claims   map[string]*claim
-	above    []*claim // those that are topics
+	above    []*claim // claims of topics
 	leaves   map[*circuit.Breaker]*leaf
-	list     []*leaf // the same, in the order of adoption
+	list     []*leaf // the leaves, in the order of adoption
 	acts     []Action
 }
 
 var _ circuit.Fleet = (*Driver)(nil)
 
-// ErrAttached means that a [Driver] is driven already.
+// ErrAttached means that a guard drives the [Driver] already.
 var ErrAttached = errors.New("fleet: it has a driver already")
 
 // claim is a scope that this process has.
 type claim struct {
 	name   string
-	topic  bool    // leaves are its partitions; otherwise there is one
+	topic  bool    // the leaves are its partitions; otherwise there is one leaf
 	leaves []*leaf // in the order of adoption
 
 	held   bool
-	last   Action // the hold
-	prober *leaf  // has the permit of the probe that is out
+	last   Action // the latest Hold
+	prober *leaf  // the leaf with the permit of the probe that is out
 
-	// Of a topic, which has no breaker of its own.
+	// For a topic, which has no breaker of its own.
 	gen      uint64
 	letGo    bool // half-open since the last HalfOpen
 	tripped  bool
-	unproved bool // no partition has closed by its own probes since it was let go or tripped
+	unproved bool // since the topic was let go or tripped, no partition has closed by its own probes
 	level    int
 	cause    breaker.Cause
 }
@@ -67,31 +66,31 @@ type claim struct {
 type leaf struct {
 	b      *circuit.Breaker
 	refs   int
-	err    error    // of Adopt
-	claims []*claim // its own first; without those that could not be adopted
+	err    error    // error of Adopt
+	claims []*claim // its own claim first; without claims that could not be adopted
 
-	half    *claim // gave it back half-open while another held it: it is not closed with that one
-	told    bool   // it is closed, and that was told
+	half    *claim // the claim that made it half-open while another held it; the other's close leaves it so
+	told    bool   // the breaker is closed, and the fleet was told
 	opened  bool   // was not closed at some time since the last HalfOpen
-	waits   bool   // a message waits at it
+	waits   bool   // a message waits at the breaker
 	freed   bool   // held, but closed by an operator
-	tripped bool   // by its own verdict, and not closed since
+	tripped bool   // tripped by its own verdict, and not closed since
 	level   int
 	cause   breaker.Cause
 }
 
-// held reports whether one of its scopes holds it.
+// held reports whether one of its claims holds it.
 func (l *leaf) held() bool {
 	return slices.ContainsFunc(l.claims, func(c *claim) bool { return c.held })
 }
 
-// NewDriver returns the driver of m, which may be nil. clock is the Machine's. It need
-// not be the one of the breakers: no instant passes between the two.
+// NewDriver returns the driver of m, which may be nil. clock is the Machine's clock. It need not be
+// the one of the breakers: no instant passes between the two.
 func NewDriver(clock func() time.Duration, m *Machine) *Driver {
 	return &Driver{clock: clock, v: m, claims: make(map[string]*claim), leaves: make(map[*circuit.Breaker]*leaf)}
 }
 
-// Attach is [breaker.Fleet]'s. The error is [ErrAttached].
+// Attach implements [breaker.Fleet]. The error is [ErrAttached].
 func (d *Driver) Attach(wake func()) (detach func(), err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -112,15 +111,15 @@ func (d *Driver) Attach(wake func()) (detach func(), err error) {
 	}), nil
 }
 
-// Driven tells whether a guard drives it.
+// Driven reports whether a guard drives the Driver.
 func (d *Driver) Driven() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.attached
 }
 
-// Adopt is [breaker.Fleet]'s. The errors are those of [Machine.Adopt], and one for a breaker whose
-// calls may outlast a probe of the fleet.
+// Adopt implements [breaker.Fleet]. The errors are those of [Machine.Adopt], and one for a breaker
+// whose calls may outlast a probe of the fleet.
 func (d *Driver) Adopt(now time.Duration, b *circuit.Breaker, path []string, slow time.Duration) error {
 	if d.v == nil {
 		return nil
@@ -151,7 +150,7 @@ func (d *Driver) Adopt(now time.Duration, b *circuit.Breaker, path []string, slo
 // time: group, topic, partition.
 const partitionDepth = 3
 
-// claimLocked makes a scope one of l's, and holds l as the scope is held.
+// claimLocked adds a scope to l's claims, and holds l if the scope is held.
 func (d *Driver) claimLocked(now time.Duration, l *leaf, name string, topic bool) error {
 	c := d.claims[name]
 	var first Action
@@ -176,7 +175,7 @@ func (d *Driver) claimLocked(now time.Duration, l *leaf, name string, topic bool
 	return nil
 }
 
-// Leave is [breaker.Fleet]'s.
+// Leave implements [breaker.Fleet].
 func (d *Driver) Leave(now time.Duration, b *circuit.Breaker) {
 	if d.v == nil {
 		return
@@ -192,7 +191,7 @@ func (d *Driver) Leave(now time.Duration, b *circuit.Breaker) {
 	}
 	d.drainLocked(now)
 	l.told = false
-	d.lookLocked(now, l) // its last word
+	d.lookLocked(now, l) // the fleet hears of l once more
 	for _, c := range l.claims {
 		c.leaves = slices.DeleteFunc(c.leaves, func(other *leaf) bool { return other == l })
 		if len(c.leaves) > 0 {
@@ -202,7 +201,7 @@ func (d *Driver) Leave(now time.Duration, b *circuit.Breaker) {
 			d.lookAboveLocked(now, c)
 			continue
 		}
-		if c.topic { // with its last partition, which it still is
+		if c.topic { // the topic still counts its last partition
 			c.leaves = append(c.leaves, l)
 			d.lookAboveLocked(now, c)
 		}
@@ -216,7 +215,7 @@ func (d *Driver) Leave(now time.Duration, b *circuit.Breaker) {
 	d.drainLocked(now)
 }
 
-// Step is [breaker.Fleet]'s.
+// Step implements [breaker.Fleet].
 func (d *Driver) Step(now time.Duration, waiting map[*circuit.Breaker]bool) (busy bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -236,8 +235,8 @@ func (d *Driver) Step(now time.Duration, waiting map[*circuit.Breaker]bool) (bus
 	return busy || d.v.Stirs()
 }
 
-// lookLocked tells the fleet what a breaker is like. One that is closed and
-// was before costs an atomic load.
+// lookLocked tells the fleet the state of a breaker. If the breaker is closed and the fleet was
+// told so, it costs an atomic load.
 func (d *Driver) lookLocked(now time.Duration, l *leaf) {
 	closed := l.b.Closed()
 	if closed && l.told {
@@ -249,7 +248,7 @@ func (d *Driver) lookLocked(now time.Duration, l *leaf) {
 		l.freed = false
 	case closed:
 		l.freed = true
-	case !s.Held && !s.Barred: // the force is over, or it tripped after one
+	case !s.Held && !s.Barred: // the force is over, or the breaker tripped after one
 		l.freed = false
 		for _, c := range l.claims {
 			if c.held {
@@ -267,16 +266,16 @@ func (d *Driver) lookLocked(now time.Duration, l *leaf) {
 	}
 	l.waits = l.waits && !closed && !s.Barred
 	if len(l.claims) > 0 && !l.claims[0].topic {
-		s.Forced = s.Forced || s.State == breaker.Closed && !l.b.Proved() // by an operator, as Observe has it
+		s.Forced = s.Forced || s.State == breaker.Closed && !l.b.Proved() // closed by an operator is Forced; see Observe
 		d.v.Observe(d.clock(), l.claims[0].name, s)
 		d.v.Want(d.clock(), l.claims[0].name, l.waits)
 	}
 }
 
-// lookAboveLocked is the same for a topic, whose breaker is made up from those of
-// its partitions. It is open while enough of them are by their own verdict. While it is
-// held, it is like the partition that probes. From when it is let go it is half-open,
-// until a partition has closed by its own probes, or all are closed.
+// lookAboveLocked is lookLocked for a topic, whose breaker is made up from those of its partitions.
+// It is open while enough of them are open by their own verdict. While the topic is held, its
+// breaker is like the partition that probes. Once it is let go it is half-open, until a partition
+// has closed by its own probes, or all are closed.
 func (d *Driver) lookAboveLocked(now time.Duration, c *claim) {
 	if !c.topic {
 		return
@@ -324,13 +323,12 @@ func (d *Driver) lookAboveLocked(now time.Duration, c *claim) {
 	d.v.Want(d.clock(), c.name, waits)
 }
 
-// drainRounds is how often what was done may ask for more at one instant: a few times
-// at most. It is bounded because a mistake in that must not hang a guard; what is left
-// is done by the next Step.
+// drainRounds bounds how often applied actions may lead to more actions at one instant. A few
+// rounds are enough. The bound keeps a mistake from hanging a guard; the next Step does the rest.
 const drainRounds = 8
 
-// drainLocked does what the fleet asks for, until it asks for nothing more. The
-// word of a scope that has been left is void.
+// drainLocked applies the fleet's actions until there are no more. Actions of a scope that was left
+// are dropped.
 func (d *Driver) drainLocked(now time.Duration) {
 	for range drainRounds {
 		d.acts = d.v.Actions(d.acts[:0])
@@ -351,8 +349,7 @@ func (d *Driver) drainLocked(now time.Duration) {
 	}
 }
 
-// applyLocked does to a scope's breakers what a asks for. One that is held by
-// another scope too stays held.
+// applyLocked applies a to a scope's breakers. A breaker that another scope holds too stays held.
 func (d *Driver) applyLocked(now time.Duration, c *claim, a Action) {
 	c.prober = nil
 	switch a.Kind {
@@ -400,8 +397,8 @@ func (d *Driver) applyLocked(now time.Duration, c *claim, a Action) {
 	}
 }
 
-// hold holds a breaker because c is held, unless it would take back the probe
-// that another of its scopes permitted, or undo an operator's close.
+// hold holds a breaker because c is held. It does not if that would take back the probe that
+// another of its scopes permitted, or undo an operator's close.
 func (l *leaf) hold(now time.Duration, c *claim) {
 	if l.freed && l.b.Closed() {
 		return
@@ -418,8 +415,8 @@ func (l *leaf) hold(now time.Duration, c *claim) {
 	l.told = false
 }
 
-// pick chooses the breaker that probes: one that a message waits at, each in its
-// turn. Nil if there is none; the permit is then taken back.
+// pick chooses the held breaker that probes. In a topic that is in turn one at which a message
+// waits. It returns nil if there is none; then the permit is taken back.
 func (c *claim) pick(now time.Duration) *leaf {
 	for i := range c.leaves {
 		l := c.leaves[(int(c.gen)+i)%len(c.leaves)]
@@ -430,7 +427,7 @@ func (c *claim) pick(now time.Duration) *leaf {
 	return nil
 }
 
-// Scopes is [breaker.Fleet]'s. It costs a lock for each scope.
+// Scopes implements [breaker.Fleet]. It costs a lock for each scope.
 func (d *Driver) Scopes() []breaker.FleetScope {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -441,8 +438,8 @@ func (d *Driver) Scopes() []breaker.FleetScope {
 	return all
 }
 
-// Scope is [breaker.Fleet]'s: of the scope that holds b, one that is open before
-// one that was taken over, or else of its own.
+// Scope implements [breaker.Fleet]. It returns the scope that holds b, an open scope before one
+// that was taken over. If none holds b, it returns b's own scope.
 func (d *Driver) Scope(b *circuit.Breaker) (breaker.FleetScope, bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()

@@ -10,9 +10,9 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
-// elect takes our part in a round of probes: one at a time, each process in its turn.
-// What may be done at once follows from the votes alone; what takes patience (a turn
-// not taken, a probe not settled) each process judges by its own clock.
+// elect plays our part in a round of probes. One process probes at a time, each in its turn. Votes
+// alone decide what may be done at once. Each process judges by its own clock what takes patience:
+// a turn not taken, a probe not settled.
 func (m *Machine) elect(now time.Duration, sc *Scope) {
 	sc.Mine = false
 	if !m.connected || sc.Blind || !sc.Known.Open() || now < m.Due(sc) {
@@ -50,8 +50,8 @@ func (m *Machine) elect(now time.Duration, sc *Scope) {
 	if sc.turn != next {
 		sc.turn, sc.turnAt = next, now
 	}
-	// Ours ends in the middle of what the others wait, so that news of it reaches them
-	// before their patience is over.
+	// Our own turn ends after half of the others' patience, so that they hear of it before their
+	// patience is over.
 	patience := m.cfg.Turn
 	if next == m.self {
 		patience /= 2
@@ -73,7 +73,7 @@ func (m *Machine) round(sc *Scope) Round {
 // held.
 func (m *Machine) Share(sc *Scope) float64 { return m.round(sc).Share(m.self) }
 
-// drift lets a scope go that we may not probe and that nobody else does: those who
+// drift lets a scope go that we may not probe and that no other process probes: the processes that
 // might are gone, or have nothing to probe with.
 func (m *Machine) drift(now time.Duration, sc *Scope, out bool) {
 	if out && !sc.lost() {
@@ -82,7 +82,7 @@ func (m *Machine) drift(now time.Duration, sc *Scope, out bool) {
 	m.letDrift(now, sc)
 }
 
-// letDrift lets a scope go that is adrift, as when we are cut off.
+// letDrift lets a scope go that is adrift, like a process that is cut off does.
 func (m *Machine) letDrift(now time.Duration, sc *Scope) {
 	switch {
 	case sc.mode != held:
@@ -95,12 +95,14 @@ func (m *Machine) letDrift(now time.Duration, sc *Scope) {
 	}
 }
 
-// adrift reports whether the round has not moved for as long as a probe and two turns may
-// take. Those who may probe wait for twice that, since they are in touch: a prober may have
-// died. Of them, it is one with so few calls that none comes in its turn. A round that ends
-// with a lost probe has not moved either: calls that take longer than a lease are lost in each.
-// Nor has one that another ends though ours passed: its path may stay broken, and no quorum be left
-// to close the scope.
+// adrift reports whether the round has not moved for as long as a probe and two turns may take. A
+// process that may probe waits for twice that, since it is in touch: a prober may have died. Among
+// these the one that drifts is one with so few calls that none comes in its turn. After a lost probe
+// every process waits for twice that.
+//
+// A round that ends with a lost probe has not moved either: calls that take longer than a lease are
+// lost in each round. A round that another process ends though our probe passed has not moved
+// either: that process's path may stay broken, and no quorum be left to close the scope.
 func (m *Machine) adrift(now time.Duration, sc *Scope) bool {
 	patience, from := m.cfg.Lease+2*m.cfg.Turn, m.Due(sc)
 	if sc.vain() {
@@ -118,9 +120,9 @@ func (m *Machine) adrift(now time.Duration, sc *Scope) bool {
 	return now >= from+patience
 }
 
-// idle is a round in which everybody with something to probe with has done so. Those
-// without second the result: else a scope that few have traffic on could not find a
-// quorum to close it. They do not wait for those who are outvoted.
+// idle handles a round in which all processes with something to probe with have probed. The
+// processes without second the result. Otherwise a scope with traffic on few processes could not
+// find a quorum to close it. They do not wait for outvoted processes.
 func (m *Machine) idle(now time.Duration, sc *Scope, total int) {
 	sc.turn = ""
 	if sc.idleAt == Never {
@@ -139,7 +141,7 @@ func (m *Machine) idle(now time.Duration, sc *Scope, total int) {
 	}
 }
 
-// second seconds the probes that passed, unless we have a word of our own in the round.
+// second seconds the probes that passed, unless we have a vote of our own in the round.
 func (m *Machine) second(now time.Duration, sc *Scope) bool {
 	w := m.standing(sc)
 	if w.Phase != PhaseWaiting || w.Passes > 0 {
@@ -151,22 +153,22 @@ func (m *Machine) second(now time.Duration, sc *Scope) bool {
 	return true
 }
 
-// Announce makes it our vote that our probe goes out. The lock must be held.
+// Announce makes our vote say that our probe goes out. The lock must be held.
 func (m *Machine) Announce(now time.Duration, sc *Scope) {
 	w := m.standing(sc)
 	w.Phase = PhaseProbing
 	m.write(now, sc, w)
 }
 
-// Grant lets our probe out, whose lease lasts from since. The lock must be held.
+// Grant lets our probe out. Its lease lasts from since. The lock must be held.
 func (m *Machine) Grant(now time.Duration, sc *Scope, since time.Duration) {
 	sc.mode, sc.Mine = probing, false
 	sc.trial = trial{since: since, at: now, gen: sc.seen}
 	m.act(sc, Action{Kind: Probe, Cause: sc.Known.Cause})
 }
 
-// Revoke takes our probe back, which counts for nothing: another may be out by now.
-// The lock must be held.
+// Revoke takes our probe back. It counts for nothing, since another may be out by now. The lock
+// must be held.
 func (m *Machine) Revoke(now time.Duration, sc *Scope) {
 	if sc.mode == probing {
 		m.hold(now, sc)
@@ -179,7 +181,7 @@ func (m *Machine) observeTrial(now time.Duration, sc *Scope, s circuit.Snapshot)
 	}
 	switch {
 	case !s.Held, s.State == breaker.Open && s.Trial == circuit.NoTrial:
-		m.withdraw(now, sc) // forced, or held anew: what had the permit is gone
+		m.withdraw(now, sc) // forced, or held anew: the permit is gone
 	case s.State == breaker.HalfOpen:
 		sc.trial.taken = s.ProbesOut > 0 // an excluded probe gives the permit back
 	case s.State == breaker.Open && s.Trial == circuit.TrialPassed:
@@ -206,8 +208,8 @@ func (m *Machine) fail(now time.Duration, sc *Scope, cause breaker.Cause) {
 	sc.Book.Settle(now, next)
 }
 
-// watchTrial ends a probe that does not end by itself: by its lease at the latest, for
-// then another may go out.
+// watchTrial ends a probe that does not end by itself. It does so when the lease ends at the
+// latest, since then another probe may go out.
 func (m *Machine) watchTrial(now time.Duration, sc *Scope) {
 	over := now-sc.trial.since >= m.cfg.Lease
 	switch {
@@ -215,16 +217,15 @@ func (m *Machine) watchTrial(now time.Duration, sc *Scope) {
 		before := sc.Known
 		m.fail(now, sc, breaker.CauseLost)
 		if sc.Known == before {
-			m.rehold(now, sc) // the permit is taken back at once, whenever it is decided
+			m.rehold(now, sc) // the permit is taken back at once, even if the decision comes later
 		}
 	case !sc.trial.taken && (over || now-sc.trial.at >= m.cfg.Turn/2):
 		m.withdraw(now, sc)
 	}
 }
 
-// withdraw ends our turn without a probe: nothing was there to probe with after all.
-// The hold takes the permit back; a probe that slipped through meanwhile counts for
-// nothing.
+// withdraw ends our turn without a probe, since there was nothing to probe with after all. The hold
+// takes the permit back. A probe that slipped through meanwhile counts for nothing.
 func (m *Machine) withdraw(now time.Duration, sc *Scope) {
 	sc.wants = false
 	w := m.standing(sc)
@@ -235,6 +236,6 @@ func (m *Machine) withdraw(now time.Duration, sc *Scope) {
 	m.write(now, sc, w)
 	release := sc.release
 	m.hold(now, sc)
-	sc.release = max(sc.release, release) // a turn without a call moves nothing; Never is the least
+	sc.release = max(sc.release, release) // a turn without a call keeps the release; Never is the smallest instant
 	sc.skip(m.self)
 }

@@ -11,19 +11,21 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
-// Adopt takes a scope over, before the first delivery of it is handled, and
-// returns what to do with its breaker, a new one or one that lay idle. The zero
-// Action is: nothing, it is closed.
+// Adopt takes a scope over, before its first delivery is handled. It returns the action for the
+// scope's breaker, which is new or was idle. The zero Action means: do nothing, the scope is
+// closed.
 //
-// A scope that the fleet holds open is held. One whose last owner has gone and
-// left it in trouble is held for the rest of its open period and then
-// half-open; an owner that is still there may be sharing the scope, so what
-// troubles it makes the new one half-open only. A process that has not been told
-// waits, held, until Config.Start after its start, or until it is told; whoever then
-// knows of nothing, and cannot know that there is nothing, begins half-open.
+//   - A scope that the fleet holds open is held.
+//   - If the last owner left the scope in trouble and has gone, the scope is held for the rest of
+//     its open period, then half-open.
+//   - If that owner is still there, it may share the scope. Then its trouble makes the new owner
+//     half-open only.
+//   - A process that has not been told about the scope waits, held, until it is told, or until
+//     Config.Start after its start. If it then knows of nothing, and cannot know that there is
+//     nothing, it begins half-open.
 //
-// Adopting a scope twice does nothing. The errors are [breaker.ErrPath]
-// and [breaker.ErrTooManyScopes].
+// Adopting a scope twice does nothing. The errors are [breaker.ErrPath] and
+// [breaker.ErrTooManyScopes].
 func (m *Machine) Adopt(now time.Duration, name string) (Action, error) {
 	if len(name) < 1 || len(name) > MaxName {
 		return Action{}, fmt.Errorf("%w: fleet: %d bytes are not in [1, %d]", circuit.ErrPath, len(name), MaxName)
@@ -57,8 +59,8 @@ func (m *Machine) Adopt(now time.Duration, name string) (Action, error) {
 	return a, nil
 }
 
-// Leave gives a scope up: after the last delivery of it, or to stop. What is
-// known of it stays for whoever takes it over. The breaker is the caller's.
+// Leave gives a scope up, after its last delivery, or to stop. Its book stays for the next owner.
+// The breaker is the caller's.
 func (m *Machine) Leave(now time.Duration, name string) {
 	m.mu.Lock()
 	defer m.unlock(nil)
@@ -68,15 +70,15 @@ func (m *Machine) Leave(now time.Duration, name string) {
 	}
 	sc.Claimed, sc.asking, sc.wants, sc.Mine, sc.mode, sc.release = false, false, false, false, free, Never
 	sc.seen, sc.cast, sc.back, sc.doubt = 0, 0, false, false
-	// What was not applied yet is void, or it would be done to whoever takes the
-	// scope over next.
+	// Actions that were not applied yet are dropped. Otherwise they would be applied when the scope
+	// is next adopted here.
 	m.actions = slices.DeleteFunc(m.actions, func(a Action) bool { return a.Scope == name })
 	m.stir(sc)
 	sc.Book.Claim(now, false)
 }
 
-// Answer looks again at the scopes that are held because nobody has told of them. The
-// lock must be held.
+// Answer looks again at scopes that are held because nothing was told about them. The lock must be
+// held.
 func (m *Machine) Answer(now time.Duration) {
 	for _, sc := range m.active {
 		m.answer(now, sc)
@@ -89,7 +91,7 @@ func (m *Machine) answer(now time.Duration, sc *Scope) {
 	}
 }
 
-// takeOver decides how a scope begins that the fleet does not hold open.
+// takeOver decides how a scope begins if the fleet does not hold it open.
 func (m *Machine) takeOver(now time.Duration, sc *Scope) {
 	heir, told := sc.Book.Heir(now)
 	switch {
@@ -113,7 +115,7 @@ func (m *Machine) takeOver(now time.Duration, sc *Scope) {
 	}
 }
 
-// inherit goes on where the last owner was.
+// inherit goes on in the state of the last owner.
 func (m *Machine) inherit(now time.Duration, sc *Scope, heir Heir) {
 	sc.Own = Vote{
 		Phase: PhaseInherited, At: Position{Gen: sc.Known.Gen},

@@ -3,10 +3,9 @@
 
 package scope
 
-// A rendezvous order needs a hash that every process computes alike, in every
-// version: FNV-1a over the parts, each followed by its length, and a finaliser
-// that spreads the last byte over all bits (Stafford's thirteenth variant of
-// MurmurHash3's).
+// The rendezvous order needs a hash that is the same in every process and every version. It is
+// FNV-1a over the parts, each followed by its length. A finaliser then spreads the last byte over
+// all bits (Stafford's thirteenth variant of MurmurHash3's).
 
 // HashInit begins a hash.
 const HashInit uint64 = 14695981039346656037
@@ -35,9 +34,9 @@ func HashEnd(h uint64) uint64 {
 	return h ^ h>>31
 }
 
-// rank is where name stands in the order of a round; the lowest is first. Source:
-// D. G. Thaler and C. V. Ravishankar, Using name-based mappings to increase hit
-// rates, IEEE/ACM Trans. Netw. 6 (1998).
+// rank returns the place of name in the order of a round; the lowest is first. Source: D. G. Thaler
+// and C. V. Ravishankar, Using name-based mappings to increase hit rates, IEEE/ACM Trans. Netw. 6
+// (1998).
 func rank(scope string, at Position, name string) uint64 {
 	h := HashString(HashInit, scope)
 	h = HashNumber(h, at.Gen)

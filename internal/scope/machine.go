@@ -12,9 +12,8 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
-// Machine is one process's part in what a fleet decides about its scopes. All
-// methods that begin with a capital letter take its lock, but for those that say
-// that it must be held.
+// Machine is one process's part in the fleet's decisions about scopes. Methods whose names begin
+// with a capital letter take its lock, except those that say that it must be held.
 type Machine struct {
 	cfg  breaker.FleetConfig
 	self string // our name in the roster
@@ -25,22 +24,22 @@ type Machine struct {
 	names   []string // the roster, sorted
 	need    int
 	scopes  map[string]*Scope
-	order   []*Scope // the same, oldest first
-	active  []*Scope // those that a step looks at
+	order   []*Scope // the scopes, oldest first
+	active  []*Scope // scopes that a step looks at
 	actions []Action
 	refused uint64
 	full    bool
 
-	connected bool          // Substrate.Look, when last asked
-	since     time.Duration // connected last changed, or we stood still
+	connected bool          // latest result of Substrate.Look
+	since     time.Duration // when connected last changed, or this process stood still
 	ticked    time.Duration
 	swept     time.Duration
 
-	wake func() // a driver's; there may be actions
+	wake func() // the driver's; called when there may be actions
 }
 
-// New returns the part of self, which has just started at now and knows nothing.
-// The configuration and the roster must be valid. sub is not asked yet.
+// New returns the Machine of the process self, which has started at now and knows nothing. The
+// configuration and the roster must be valid. New does not call sub.
 func New(now time.Duration, c breaker.FleetConfig, self string, names []string, sub Substrate) *Machine {
 	m := &Machine{
 		cfg: c.WithDefaults(), self: self, sub: sub,
@@ -61,14 +60,14 @@ func (m *Machine) SetRoster(now time.Duration, names []string) {
 	m.Step(now)
 }
 
-// Lock keeps everybody else out.
+// Lock locks the Machine.
 func (m *Machine) Lock() { m.mu.Lock() }
 
-// Unlock lets them in.
+// Unlock unlocks the Machine; see End.
 func (m *Machine) Unlock() { m.mu.Unlock() }
 
-// End is Unlock after a step which another process's word began: it wakes the driver if
-// that left something to do.
+// End is Unlock after a step that another process's message began. It wakes the driver if there are
+// actions.
 func (m *Machine) End() { m.unlock(m.wake) }
 
 func (m *Machine) unlock(wake func()) {
@@ -88,11 +87,11 @@ func (m *Machine) unlock(wake func()) {
 // Config returns the configuration with its defaults filled in. It needs no lock.
 func (m *Machine) Config() breaker.FleetConfig { return m.cfg }
 
-// Names is the roster, sorted; Need is the quorum. The lock must be held for these and
-// for what follows, down to Get.
+// Names returns the roster, sorted. The lock must be held for this method and for those below, down
+// to Get.
 func (m *Machine) Names() []string { return m.names }
 
-// Need is the quorum.
+// Need returns the quorum, in processes.
 func (m *Machine) Need() int { return m.need }
 
 // Member reports whether self is in the roster.
@@ -101,35 +100,35 @@ func (m *Machine) Member() bool {
 	return ok
 }
 
-// Started is when New was called.
+// Started returns the instant that was given to New.
 func (m *Machine) Started() time.Duration { return m.start }
 
-// Connected is what Look said last.
+// Connected returns the latest result of Substrate.Look.
 func (m *Machine) Connected() bool { return m.connected }
 
-// Settled reports whether we have been in touch, and have not stood still, for so long
-// that all others know it.
+// Settled reports whether we have been in touch, and have not stood still, for so long that all
+// others know it.
 func (m *Machine) Settled(now time.Duration) bool { return now-m.since >= m.cfg.Settle }
 
-// Refused is how many scopes were left out for want of room.
+// Refused returns how many scopes were left out because there was no room.
 func (m *Machine) Refused() uint64 { return m.refused }
 
-// All is each scope that is known, oldest first.
+// All returns every scope that is known, oldest first.
 func (m *Machine) All() []*Scope { return m.order }
 
-// Stirring is each scope in which something may happen by itself.
+// Stirring returns every scope in which something may happen by itself.
 func (m *Machine) Stirring() []*Scope { return m.active }
 
-// SetFull says whether something that is there was left out for want of room, so that
-// nothing is known of a scope that is not remembered.
+// SetFull says whether something that exists was left out because there was no room. Then nothing
+// is known of a scope that is not remembered.
 func (m *Machine) SetFull(full bool) { m.full = full }
 
-// Get is a scope that is known, or nil.
+// Get returns a scope that is known, or nil.
 func (m *Machine) Get(name string) *Scope { return m.scopes[name] }
 
-// Obtain is the scope of that name, made if there is room; nil if there is not. Room
-// is made by forgetting the oldest one that is closed, that nobody here has and that
-// its book can spare. The lock must be held.
+// Obtain returns the scope of that name, made if there is room, or nil if there is not. To make
+// room it forgets the oldest scope that is closed, has no owner here, and whose book can be spared.
+// The lock must be held.
 func (m *Machine) Obtain(now time.Duration, name string) *Scope {
 	if sc := m.scopes[name]; sc != nil {
 		return sc
@@ -152,10 +151,10 @@ func (m *Machine) Obtain(now time.Duration, name string) *Scope {
 	return sc
 }
 
-// Observe tells what the breaker of a scope is like. Call it after each of its
-// changes and after an action was applied; late and repeated calls do no harm,
-// for it is the state that counts. A closed breaker that is Forced was closed by no
-// probe, and is no recovery. It does nothing about a scope that was not adopted.
+// Observe tells the Machine the state of a scope's breaker. Call it after each change of the
+// breaker, and after an action was applied. Late and repeated calls do no harm, since only the
+// state counts. A closed breaker that is Forced was closed by no probe, and has not recovered.
+// Observe does nothing about a scope that was not adopted.
 func (m *Machine) Observe(now time.Duration, name string, s circuit.Snapshot) {
 	m.mu.Lock()
 	defer m.unlock(nil)
@@ -173,7 +172,7 @@ func (m *Machine) Observe(now time.Duration, name string, s circuit.Snapshot) {
 		}
 	case sc.Known.Open(): // cut off, or let go: the breaker decides
 		sc.back = s.State == breaker.Closed && !s.Forced
-		sc.cast = s.Generation // what tripped before a close is no vote after it
+		sc.cast = s.Generation // a trip before a close is no vote after it
 		if m.connected && !sc.Blind {
 			m.credit(now, sc)
 		}
@@ -187,10 +186,10 @@ func (m *Machine) Observe(now time.Duration, name string, s circuit.Snapshot) {
 		level := min(max(s.BackoffLevel, 1), top(m.cfg))
 		phase := PhaseOpen
 		if m.doubted(now, sc) {
-			phase = PhaseInherited // for whoever takes the scope over, and no vote
+			phase = PhaseInherited // for the next owner; no vote
 		}
-		// At the end of the backoff each period reads as the one before: whoever takes
-		// the scope over has to know that another began.
+		// At the highest backoff level all periods have the same values. The next owner has to know
+		// that another one began.
 		sc.Own = Vote{
 			Phase: phase, At: Position{Gen: sc.Known.Gen}, Wants: sc.wants,
 			BackoffLevel: level, OpenFor: m.periodOf(s, level).Truncate(time.Microsecond), Cause: Cut(s.Cause),
@@ -198,22 +197,23 @@ func (m *Machine) Observe(now time.Duration, name string, s circuit.Snapshot) {
 		m.stir(sc)
 		sc.Book.Write(now, now, true)
 		sc.Book.Decide(now)
-	default: // half-open, or open by somebody's force: no evidence
+	default: // half-open, or forced open: no evidence
 	}
 }
 
-// doubted reports whether a trip here may be of our own path: a probe of ours ended a round, those
-// of others closed the scope though we had calls, and it has tripped again within Cap. The rest
-// has shown that it is well, and is not to be held for that. The doubt ends when our breaker's own
-// probes have closed it, or if it was closed for so long.
+// doubted reports whether a trip here may be due to our own path. That is so if three things
+// happened. A probe of ours ended a round; probes of others closed the scope though we had calls;
+// and our breaker tripped again within Cap. The others have shown that the dependency is well, and
+// are not to be held for our trip. The doubt ends when our breaker's own probes have closed it, or
+// when the scope was closed for Cap.
 func (m *Machine) doubted(now time.Duration, sc *Scope) bool {
 	first := sc.Own.Phase != PhaseInherited || sc.Own.At.Gen != sc.Known.Gen
 	sc.doubt = sc.doubt && !(first && now-sc.Since >= m.cfg.Cap)
 	return sc.doubt
 }
 
-// periodOf is how long a breaker opens by its own verdict; that of a topic, which is
-// made up from its partitions', has the period of its level.
+// periodOf returns how long a breaker opens by its own verdict. The breaker of a topic is made up
+// from its partitions' breakers; its period is that of its level.
 func (m *Machine) periodOf(s circuit.Snapshot, level int) time.Duration {
 	if s.Until > s.Since {
 		return min(s.Until-s.Since, Period(m.cfg, level))
@@ -221,9 +221,8 @@ func (m *Machine) periodOf(s circuit.Snapshot, level int) time.Duration {
 	return Period(m.cfg, level)
 }
 
-// Want says whether a message waits at the shut breaker of a scope, so that
-// there is something to probe with. The fleet's close takes it back. It does
-// nothing about a scope that was not adopted.
+// Want says whether a message waits at the shut breaker of a scope, so that there is something to
+// probe with. The fleet's close resets it. Want does nothing about a scope that was not adopted.
 func (m *Machine) Want(now time.Duration, name string, wants bool) {
 	m.mu.Lock()
 	defer m.unlock(nil)
@@ -242,13 +241,13 @@ func (m *Machine) Want(now time.Duration, name string, wants bool) {
 	}
 }
 
-// Tick makes time pass. Call it every 20 to 100 ms. It costs little where every
-// scope is closed; a scope that is not costs a look at each vote.
+// Tick makes time pass. Call it every 20 to 100 ms. It costs little if every scope is closed. Each
+// other scope costs a look at each vote.
 func (m *Machine) Tick(now time.Duration) {
 	m.mu.Lock()
 	defer m.unlock(nil)
 	if now-m.ticked > m.cfg.Settle {
-		// We stood still, and what the others did meanwhile is still on its way.
+		// We stood still. News of what the others did meanwhile is still on its way.
 		m.since = now
 	}
 	m.ticked = now
@@ -265,9 +264,8 @@ func (m *Machine) Tick(now time.Duration) {
 	}
 }
 
-// Actions appends what is to be done to dst, oldest first, and forgets it. They
-// must be applied in this order. Collect them after each call of Observe, Tick and
-// Adopt, and when woken.
+// Actions appends the pending actions to dst, oldest first, and forgets them. They must be applied
+// in this order. Collect them after each call of Observe, Tick and Adopt, and when woken.
 func (m *Machine) Actions(dst []Action) []Action {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -282,22 +280,22 @@ func (m *Machine) act(sc *Scope, a Action) {
 	m.actions = append(m.actions, a)
 }
 
-// OnActions sets what is called, without the lock, when another process's word
-// may have left actions behind.
+// OnActions sets the function that is called, without the lock, when another process's message may
+// have left actions behind.
 func (m *Machine) OnActions(wake func()) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.wake = wake
 }
 
-// Alone reports a roster of one.
+// Alone reports whether the roster has one name.
 func (m *Machine) Alone() bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return len(m.names) == 1
 }
 
-// Stirs reports whether time may change something here by itself.
+// Stirs reports whether time alone may change something here.
 func (m *Machine) Stirs() bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -308,7 +306,7 @@ func (m *Machine) Stirs() bool {
 // be held.
 func (m *Machine) Step(now time.Duration) {
 	m.LookAround(now)
-	for _, sc := range m.active { // none becomes active by this
+	for _, sc := range m.active { // this makes no scope active
 		sc.Book.Decide(now)
 		m.answer(now, sc)
 		if sc.mode == held && sc.release != Never && now >= sc.release {
@@ -345,14 +343,14 @@ func (m *Machine) LookAround(now time.Duration) {
 		case connected:
 			m.rejoin(now, sc)
 		case sc.mode == probing:
-			m.hold(now, sc) // what is out counts for nothing
+			m.hold(now, sc) // the probe that is out counts for nothing
 		case sc.mode == held:
 			sc.release = m.Solo(now, sc)
 		}
 	}
 }
 
-// rejoin follows the fleet again.
+// rejoin has a scope follow the fleet again.
 func (m *Machine) rejoin(now time.Duration, sc *Scope) {
 	if sc.mode == free {
 		m.credit(now, sc)
@@ -364,9 +362,8 @@ func (m *Machine) rejoin(now time.Duration, sc *Scope) {
 	sc.Book.Decide(now)
 }
 
-// credit counts the probes of our breaker, where they have closed it while the
-// fleet is open, as ours in the round: if the others have recovered likewise, nobody
-// needs to probe again.
+// credit counts the probes of our own breaker as ours in the round, if they have closed it while
+// the fleet is open. If the others have recovered likewise, no process needs to probe again.
 func (m *Machine) credit(now time.Duration, sc *Scope) {
 	if !sc.back {
 		return
@@ -376,7 +373,7 @@ func (m *Machine) credit(now time.Duration, sc *Scope) {
 	m.write(now, sc, w)
 }
 
-// standing is our vote in the round, to be changed.
+// standing returns a copy of our vote in the round, to be changed.
 func (m *Machine) standing(sc *Scope) Vote {
 	w := Vote{Phase: PhaseWaiting, At: sc.Known.Position, Wants: sc.wants}
 	if sc.Own.At.Gen == w.At.Gen {
@@ -388,7 +385,7 @@ func (m *Machine) standing(sc *Scope) Vote {
 	return w
 }
 
-// write makes w our vote, if it says anything new.
+// write makes w our vote, if it differs.
 func (m *Machine) write(now time.Duration, sc *Scope, w Vote) {
 	if w == sc.Own {
 		return
@@ -398,8 +395,7 @@ func (m *Machine) write(now time.Duration, sc *Scope, w Vote) {
 	sc.Book.Write(now, now, false)
 }
 
-// Enter takes in a state that the fleet is in since an instant of our clock. The lock
-// must be held.
+// Enter takes in the fleet's state s, which began at since on our clock. The lock must be held.
 func (m *Machine) Enter(now time.Duration, sc *Scope, s State, since time.Duration) {
 	if s == sc.Known {
 		return
@@ -419,7 +415,7 @@ func (m *Machine) Enter(now time.Duration, sc *Scope, s State, since time.Durati
 		failed := own.At.Gen == before.Gen && own.Failed > 0 && !(round && own.Phase == PhaseSeconded)
 		sc.doubt = (sc.doubt || failed) && !(round && own.Passes > 0)
 	}
-	goesOn := before.Open() && before.Gen == s.Gen // another round of what was open
+	goesOn := before.Open() && before.Gen == s.Gen // another round of the same open scope
 	sc.spoilt = goesOn && sc.Own.At == before.Position && sc.Own.Passes > 0 && m.sub.MayDecide()
 	if !sc.vain() || !goesOn {
 		sc.firm = m.Due(sc)
@@ -431,7 +427,7 @@ func (m *Machine) Enter(now time.Duration, sc *Scope, s State, since time.Durati
 	}
 	if s.Open() {
 		if sc.mode == free && goesOn && sc.vain() && m.connected {
-			m.credit(now, sc) // what was let go since rounds are in vain is not held by the next
+			m.credit(now, sc) // a scope that was let go because rounds are in vain is not held by the next
 			return
 		}
 		m.hold(now, sc)
@@ -444,8 +440,7 @@ func (m *Machine) Enter(now time.Duration, sc *Scope, s State, since time.Durati
 	}
 }
 
-// SetBlind says whether the substrate can tell what was decided. The lock must be
-// held.
+// SetBlind says whether the substrate cannot tell what was decided. The lock must be held.
 func (m *Machine) SetBlind(sc *Scope, blind bool) {
 	if blind && !sc.Blind && sc.Claimed && sc.mode != free {
 		m.letGo(sc)
@@ -478,7 +473,7 @@ func (m *Machine) rehold(now time.Duration, sc *Scope) {
 	m.act(sc, a)
 }
 
-// left is what remains of the open period, or of a handover.
+// left returns the rest of the open period, or of a handover.
 func (m *Machine) left(now time.Duration, sc *Scope) time.Duration {
 	until := now
 	switch {
@@ -492,23 +487,23 @@ func (m *Machine) left(now time.Duration, sc *Scope) time.Duration {
 	return max(until-now, 0)
 }
 
-// Due is when the fleet's open period is over. The lock must be held.
+// Due returns when the fleet's open period is over. The lock must be held.
 func (m *Machine) Due(sc *Scope) time.Duration {
 	return sc.Since + min(sc.Known.OpenFor, m.cfg.Cap)
 }
 
-// Solo is when a process that is cut off goes on by itself: when the period it knows
-// of is over, and a little later, not all at once. The lock must be held.
+// Solo returns when a process that is cut off goes on by itself: after the open period that it
+// knows, plus a part of soloSpread that differs by process. The lock must be held.
 func (m *Machine) Solo(now time.Duration, sc *Scope) time.Duration {
 	extra := m.Share(sc) * soloSpread * float64(min(sc.Known.OpenFor, m.cfg.Cap))
 	return max(now, m.Due(sc)) + time.Duration(extra)
 }
 
-// soloSpread is over which share of the open period processes that are cut off
-// spread their first probes.
+// soloSpread is the share of the open period over which processes that are cut off spread their
+// first probes.
 const soloSpread = 0.2
 
-// letGo gives a scope that is held back to its breaker, half-open.
+// letGo gives a held scope back to its breaker, half-open.
 func (m *Machine) letGo(sc *Scope) {
 	sc.mode, sc.release, sc.asking = free, Never, false
 	a := Action{Kind: HalfOpen, BackoffLevel: sc.Known.BackoffLevel, Cause: sc.Known.Cause}
@@ -521,7 +516,7 @@ func (m *Machine) letGo(sc *Scope) {
 	m.act(sc, a)
 }
 
-// Describe is a scope as a guard shows it.
+// Describe returns a scope as a guard shows it.
 func (m *Machine) Describe(now time.Duration, name string) breaker.FleetScope {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -5,34 +5,35 @@ package scope
 
 import "cmp"
 
-// A Round is an open period of a scope, and who may probe in it. It is pure, and
-// the same whatever carries the votes.
+// A Round is an open period of a scope, and the processes that may probe in it. Its methods are
+// pure functions, the same for every substrate.
 type Round struct {
 	Scope   string
 	At      Position
 	Names   []string            // the roster
-	Skipped map[string]struct{} // who let its turn go by
+	Skipped map[string]struct{} // processes that let their turn pass
 }
 
-// candidate is one who has something to probe with.
+// candidate is a process that has something to probe with.
 type candidate struct {
 	passes, failed uint32
 	rank           uint64
 }
 
-// before orders a round: who has not lately ended one, then who has probed less in it, then
-// by rendezvous. A process whose own path is broken ends one round, and is last from then on:
-// it must not end each before enough probes of others have passed.
+// before orders the candidates of a round. First come those that have not lately ended a round,
+// then those with fewer passed probes in it, then rendezvous decides. A process whose own path is
+// broken ends one round, and is last from then on: it must not end each round before enough probes
+// of others have passed.
 func (c candidate) before(d candidate) bool {
 	return cmp.Or(cmp.Compare(c.failed, d.failed), cmp.Compare(c.passes, d.passes), cmp.Compare(c.rank, d.rank)) < 0
 }
 
-// Next is whose turn it is to probe, "" for nobody's, and how many probes of the
-// round have passed. Once these are as many as make a success nobody probes a second
-// time. vote is the vote of a name that counts, or nil. It costs a look at each vote.
+// Next returns the process whose turn it is to probe, or "" if there is none, and how many probes
+// of the round have passed. Once these are as many as successes, no process probes a second time.
+// vote returns the vote of a name that counts, or nil. Next costs a look at each vote.
 func (r Round) Next(successes int, vote func(name string) *Vote) (next string, passed int) {
 	var best, best0 candidate
-	next0 := "" // of those who have not probed in it
+	next0 := "" // the first of those that have not probed in the round
 	for _, n := range r.Names {
 		w := vote(n)
 		if w == nil || w.Gone || w.At.Gen != r.At.Gen {
@@ -60,9 +61,9 @@ func (r Round) Next(successes int, vote func(name string) *Vote) (next string, p
 	return next, passed
 }
 
-// Outvoted reports whether those who have yet to probe in the round have each ended one
-// before, and are fewer than need: so few cannot open the scope. They may have a broken path
-// of their own, and end each round.
+// Outvoted reports whether all processes that have yet to probe in the round have ended a round
+// before, and are fewer than need. So few cannot open the scope. They may have a broken path of
+// their own, and end each round.
 func (r Round) Outvoted(need int, vote func(name string) *Vote) bool {
 	left := 0
 	for _, n := range r.Names {
@@ -81,8 +82,8 @@ func (r Round) Outvoted(need int, vote func(name string) *Vote) bool {
 	return left < need
 }
 
-// Share is a number in [0, 1) that differs by process and round: what several may do
-// at once, each does so much later.
+// Share returns a number in [0, 1) that differs by process and round. It spreads what several
+// processes may do at once.
 func (r Round) Share(name string) float64 {
 	return float64(rank(r.Scope, r.At, name)>>11) / (1 << 53)
 }

@@ -14,9 +14,9 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
-// Position is how far a scope's history is: Gen counts how often the fleet has
-// closed it, Round the open periods since. It is ordered, Gen first. The fleet
-// only goes up, so that nothing from before a close can reopen.
+// Position is a point in a scope's history. Gen counts how often the fleet has closed the scope,
+// Round the open periods since. Positions are ordered, Gen first. The fleet's position only rises,
+// so that nothing from before a close can reopen the scope.
 type Position struct {
 	Gen   uint64
 	Round uint32 // 0: closed
@@ -37,26 +37,26 @@ func (p Position) String() string {
 	return fmt.Sprintf("open %d.%d", p.Gen, p.Round)
 }
 
-// State is what the fleet decided about a scope. The zero State is closed, and
-// what a scope that nobody ever spoke of is in.
+// State is the fleet's decision about a scope. The zero State is closed. It is the state of a scope
+// about which no process has ever said anything.
 type State struct {
 	Position
 
-	// Of an open period; zero if closed.
+	// The fields of an open period; zero if closed.
 	BackoffLevel int
-	OpenFor      time.Duration // from when a process hears of it
+	OpenFor      time.Duration // counted from when a process hears of the period
 	Cause        breaker.Cause
 }
 
-// compare orders states. Two processes may decide the same step at once, each
-// from what it has heard: the longer period holds.
+// compare orders states. Two processes may decide the same step at once, each from the votes that
+// it has heard: then the longer period holds.
 func (s State) compare(t State) int {
 	return cmp.Or(s.Position.Compare(t.Position), cmp.Compare(s.BackoffLevel, t.BackoffLevel),
 		cmp.Compare(s.OpenFor, t.OpenFor), cmp.Compare(s.Cause, t.Cause))
 }
 
-// Join is the later of two states. It is commutative, associative and
-// idempotent, so decisions may arrive in any order and any number of times.
+// Join returns the later of two states. It is commutative, associative and idempotent, so decisions
+// may arrive in any order and any number of times.
 func (s State) Join(t State) State {
 	if s.compare(t) < 0 {
 		return t
@@ -68,26 +68,25 @@ func (s State) Join(t State) State {
 type Phase uint8
 
 const (
-	// PhaseClosed is nothing wrong.
+	// PhaseClosed means that nothing is wrong.
 	PhaseClosed Phase = iota
-	// PhaseOpen is tripped by its own verdict: while the fleet is closed at Gen,
-	// a vote to open.
+	// PhaseOpen means that the process's own breaker tripped. While the fleet is closed at Gen, it
+	// is a vote to open.
 	PhaseOpen
-	// PhaseInherited is taken over from another that was in PhaseOpen, and not yet
-	// seen for itself. No vote.
+	// PhaseInherited means that the trouble was taken over from an owner in PhaseOpen and not yet
+	// seen here. It also means a trip that may be due to the process's own path. It is no vote.
 	PhaseInherited
-	// PhaseWaiting is held with the fleet.
+	// PhaseWaiting means that the scope is held with the fleet.
 	PhaseWaiting
-	// PhaseProbing is a probe that is out, in Round.
+	// PhaseProbing means that a probe of the process is out, in Round.
 	PhaseProbing
-	// PhasePassed is a probe, or several, that succeeded in Round: a vote to
-	// close.
+	// PhasePassed means that one or more probes of the process succeeded in Round: a vote to close.
 	PhasePassed
-	// PhaseSeconded is a process that has nothing to probe with and, once those
-	// that have are through, seconds their success in Round: a vote to close.
+	// PhaseSeconded means that the process has nothing to probe with. Once the processes that have
+	// are through, it seconds their success in Round: a vote to close.
 	PhaseSeconded
 
-	// Phases is how many there are.
+	// Phases is the number of phases.
 	Phases
 )
 
@@ -100,52 +99,51 @@ func (p Phase) String() string {
 	return fmt.Sprintf("phase(%d)", uint8(p))
 }
 
-// Vote is what one process says about one scope. Only that process writes it;
-// of two the one of the later incarnation, and then of the higher Version, holds.
+// Vote is what one process says about one scope. Only that process writes it. Of two votes of one
+// process, the one of the later incarnation holds, then the one of the higher Version.
 type Vote struct {
 	Scope   string
 	Node    crdt.Replica
 	Version uint64 // counts the changes of all votes of Node
 
-	// Term counts the owners that took the scope over one after another. Of those
-	// that have gone, the highest knows best.
+	// Term counts the owners that took the scope over one after another. Of the owners that have
+	// gone, the one with the highest Term knows best.
 	Term uint64
 
 	Phase Phase
-	At    Position // what Phase is about; only Gen for PhaseOpen
-	Wants bool     // in At.Gen: has something to probe with
-	Gone  bool     // gave the scope up
+	At    Position // the position that Phase is about; for PhaseOpen only its Gen
+	Wants bool     // in At.Gen: the process has something to probe with
+	Gone  bool     // the process gave the scope up
 
-	Passes uint32 // in At.Round: probes that succeeded
-	Failed uint32 // in At.Gen: the last round that a probe of its ended; 0 is none
+	Passes uint32 // in At.Round: number of probes that succeeded
+	Failed uint32 // in At.Gen: the last round that a failed probe of the process ended; 0 is none
 
-	// Of the process's own breaker, in PhaseOpen and PhaseInherited.
+	// The state of the process's own breaker, in PhaseOpen and PhaseInherited.
 	BackoffLevel int
 	OpenFor      time.Duration
 	Cause        breaker.Cause
 }
 
-// Later reports whether v is a later word of the same process than w.
+// Later reports whether v is a later vote of the same process than w.
 func (v *Vote) Later(w *Vote) bool {
 	return cmp.Or(cmp.Compare(v.Node.Incarnation, w.Node.Incarnation), cmp.Compare(v.Version, w.Version)) > 0
 }
 
-// Troubled reports whether v still says, after the fleet's last close, that
-// something is wrong.
+// Troubled reports whether v still says that something is wrong, after the fleet's last close.
 func (v *Vote) Troubled(gen uint64) bool { return v.Phase != PhaseClosed && v.At.Gen >= gen }
 
-// Decide is what the fleet makes of votes, from the state that it is known to
-// be in. names is the roster; vote is the vote of a name that counts, or nil. A vote
-// whose process cannot take it back any more must not count, or it would be half a
-// quorum for ever. It is a pure function, and the order of names does not matter.
+// Decide returns the state that the fleet reaches by votes, from the state that is known. names is
+// the roster. vote returns the vote of a name that counts, or nil. A vote whose process cannot take
+// it back any more must not count; it would be half a quorum without end. Decide is a pure
+// function, and the order of names does not matter.
 //
-//   - Closed at a generation, the scope opens when [Need] of the roster vote
-//     so. The level is the Need-th highest among theirs: a few processes with
-//     a long trouble of their own do not make the fleet's first period long.
-//   - Open in a round, the scope closes when Need of the roster passed or
-//     seconded, with Successes probes between them.
+//   - Closed at a generation, the scope opens when [Need] of the roster vote to open. The level is
+//     the Need-th highest of theirs: a few processes with a long trouble of their own do not make
+//     the fleet's first period long.
+//   - Open in a round, the scope closes when Need of the roster passed or seconded, with Successes
+//     probes between them.
 //
-// A failed probe is the third step. It takes one process, see [After].
+// A failed probe is the third step. It takes one process; see [After].
 func Decide(c breaker.FleetConfig, names []string, known State, vote func(name string) *Vote) State {
 	need := Need(c.Quorum, len(names))
 	var open []*Vote
@@ -177,10 +175,9 @@ func Decide(c breaker.FleetConfig, names []string, known State, vote func(name s
 	return known
 }
 
-// After is the state that a failed probe makes of s. The backoff level rises. Only
-// where others had passed in the same round does it step down: then a part of
-// the fleet is broken and not the dependency, and the next round comes soon to
-// find who else.
+// After returns the state that follows a failed probe in s. The backoff level rises. If others had
+// passed in the same round, it steps down instead: then a part of the fleet is broken, not the
+// dependency, and the next round comes soon to find the other broken processes.
 func After(c breaker.FleetConfig, s State, mixed bool, cause breaker.Cause) State {
 	level := min(s.BackoffLevel+1, top(c))
 	if mixed {
@@ -189,12 +186,12 @@ func After(c breaker.FleetConfig, s State, mixed bool, cause breaker.Cause) Stat
 	return State{Position{s.Gen, s.Round + 1}, level, Period(c, level), cause}
 }
 
-// Period is how long an open period at level lasts, from 1.
+// Period returns how long an open period at a level lasts. The first level is 1.
 func Period(c breaker.FleetConfig, level int) time.Duration {
 	return breaker.Config{Base: c.Base, Cap: c.Cap}.Period(level)
 }
 
-// top is the first level whose period is Cap.
+// top returns the first level whose period is Cap.
 func top(c breaker.FleetConfig) int {
 	n := 1
 	for Period(c, n) < c.Cap {
@@ -203,12 +200,11 @@ func top(c breaker.FleetConfig) int {
 	return n
 }
 
-// Need is how many of a roster of n make a quorum: max(2, ceil(share·n)), and 1
-// of one.
+// Need returns how many of a roster of n make a quorum: max(2, ceil(share·n)), and 1 of one.
 func Need(share float64, n int) int {
 	if n <= 1 {
 		return 1
 	}
-	// Ten percent of thirty is three, whatever a float says.
+	// Ten percent of thirty is three, in spite of the rounding of floats.
 	return min(n, max(2, int(math.Ceil(share*float64(n)-1e-9))))
 }

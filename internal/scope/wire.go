@@ -13,22 +13,22 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt/wire"
 )
 
-// What travels, by packet or as a value in a store:
+// The wire format, in packets and as values in a store:
 //
 //	state = gen round level openFor cause
 //	vote  = flags gen round passes failed level openFor cause
 //
-// Numbers are unsigned varints, flags is a byte: the phase, wants and gone. A cause has
-// its length before it. Times are durations in microseconds; no instant travels.
+// Numbers are unsigned varints. flags is a byte with the phase, wants and gone. A cause begins with
+// its length. Times are durations in microseconds; no instant is sent.
 const (
 	flagWants = 1 << 6
 	flagGone  = 1 << 7
 
-	// MaxSpan bounds a duration that travels; a longer one is cut.
+	// MaxSpan is the longest duration that is sent; a longer one is cut.
 	MaxSpan = 1000 * time.Hour
 )
 
-// AppendSpan appends what [Reader.Span] reads.
+// AppendSpan appends a duration for [Reader.Span], in microseconds, cut to [0, MaxSpan].
 func AppendSpan(b []byte, d time.Duration) []byte {
 	return binary.AppendUvarint(b, uint64(min(max(d, 0), MaxSpan)/time.Microsecond))
 }
@@ -37,17 +37,17 @@ func appendPeriod(b []byte, level int, openFor time.Duration, cause breaker.Caus
 	return wire.AppendText(AppendSpan(binary.AppendUvarint(b, uint64(level)), openFor), cause)
 }
 
-// AppendPosition appends what [Reader.Position] reads.
+// AppendPosition appends a position for [Reader.Position].
 func AppendPosition(b []byte, p Position) []byte {
 	return binary.AppendUvarint(binary.AppendUvarint(b, p.Gen), uint64(p.Round))
 }
 
-// AppendState appends what [Reader.State] reads.
+// AppendState appends a decision for [Reader.State].
 func AppendState(b []byte, s State) []byte {
 	return appendPeriod(AppendPosition(b, s.Position), s.BackoffLevel, s.OpenFor, s.Cause)
 }
 
-// AppendVote appends what [Reader.Vote] reads.
+// AppendVote appends a vote for [Reader.Vote].
 func AppendVote(b []byte, v *Vote) []byte {
 	flags := byte(v.Phase)
 	if v.Wants {
@@ -61,16 +61,16 @@ func AppendVote(b []byte, v *Vote) []byte {
 	return appendPeriod(b, v.BackoffLevel, v.OpenFor, v.Cause)
 }
 
-// A Reader reads what travels. Nothing of the message is kept.
+// A Reader reads the wire format. Its results keep nothing of the message.
 type Reader struct{ wire.Reader }
 
 // Read begins to read b.
 func Read(b []byte) Reader { return Reader{wire.Read(b)} }
 
-// Number is any that fits.
+// Number reads any number of 64 bits.
 func (r *Reader) Number(field string) uint64 { return r.Uint(field, 0, math.MaxUint64) }
 
-// Digest is eight bytes, the highest first.
+// Digest reads eight bytes, the highest first.
 func (r *Reader) Digest(field string) uint64 {
 	if b := r.Bytes(field, 8); b != nil {
 		return binary.BigEndian.Uint64(b)
@@ -78,14 +78,14 @@ func (r *Reader) Digest(field string) uint64 {
 	return 0
 }
 
-// Span is a duration.
+// Span reads a duration.
 func (r *Reader) Span(field string) time.Duration {
 	return time.Duration(r.Uint(field, 0, uint64(MaxSpan/time.Microsecond))) * time.Microsecond
 }
 
 func (r *Reader) small(field string) uint32 { return uint32(r.Uint(field, 0, math.MaxUint32)) }
 
-// Position is that of a scope.
+// Position reads the position of a scope.
 func (r *Reader) Position() Position {
 	return Position{Gen: r.Number("gen"), Round: r.small("round")}
 }
@@ -96,7 +96,7 @@ func (r *Reader) period() (level int, openFor time.Duration, cause breaker.Cause
 	return level, openFor, breaker.Cause(r.Text("cause", 0, MaxCause))
 }
 
-// State is what was decided.
+// State reads a decision of the fleet.
 func (r *Reader) State() (s State) {
 	s.Position = r.Position()
 	if s.BackoffLevel, s.OpenFor, s.Cause = r.period(); !s.Open() && s != (State{Position: s.Position}) {
@@ -105,7 +105,7 @@ func (r *Reader) State() (s State) {
 	return s
 }
 
-// Vote is all of a vote but whose it is, and about which scope.
+// Vote reads a vote, except its Scope, Node, Version and Term.
 func (r *Reader) Vote(v *Vote) {
 	flags := r.Byte("flags")
 	v.Wants, v.Gone, v.Phase = flags&flagWants != 0, flags&flagGone != 0, Phase(flags&^(flagWants|flagGone))

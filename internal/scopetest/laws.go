@@ -16,7 +16,7 @@ import (
 
 const sec = time.Second
 
-// Run runs all laws on a substrate. mk makes a fabric of nobody.
+// Run runs all laws on a substrate. mk makes a fabric without processes.
 func Run(t *testing.T, mk func() Fabric) {
 	for _, law := range []struct {
 		name string
@@ -105,7 +105,7 @@ func slowProbes(t *testing.T, mk func() Fabric) {
 	r.until(30*sec, "closes", r.every(closed)) // one after the other, see rig
 }
 
-// outlasts is a dependency that is well, and whose calls each take longer than a probe may.
+// outlasts has a dependency that is well, but whose calls take longer than a probe may.
 func outlasts(t *testing.T, mk func() Fabric) {
 	r := start(t, mk, breaker.FleetConfig{}, "a", "b", "c")
 	r.down = true
@@ -183,8 +183,7 @@ func allCutOff(t *testing.T, mk func() Fabric) {
 	}
 }
 
-// probing brings the fleet to where a probe is out that will not end soon, and
-// returns whose.
+// probing runs until a probe is out that will not end soon, and returns the process that probes.
 func (r *rig) probing() *proc {
 	r.t.Helper()
 	r.down = true
@@ -278,7 +277,7 @@ func seconds(t *testing.T, mk func() Fabric) {
 	r.until(15*sec, "closes", r.every(closed))
 }
 
-// seldom is a scope whose processes call so rarely that no call comes in a turn.
+// seldom has processes that call so rarely that no call comes in a turn.
 func seldom(t *testing.T, mk func() Fabric) {
 	periods := []time.Duration{4 * sec, 20 * sec, 60 * sec}
 	if os.Getenv("STORMGUARD_FULL") != "" {
@@ -358,7 +357,7 @@ func takeOver(t *testing.T, mk func() Fabric) {
 				r.run(100 * time.Millisecond)
 			} else {
 				a.kill()
-				if !c.again { // its vote is believed while it is
+				if !c.again { // its vote counts until it is known to be gone
 					r.until(r.cfg.Silent+sec, "known to be gone", func() bool { return r.procs[1].m.Describe(r.procs[1].now(), "q").Heard == 2 })
 				}
 			}
@@ -397,8 +396,8 @@ func sharing(t *testing.T, mk func() Fabric) {
 	r.until(sec, "recovers", func() bool { return m.b.Closed() })
 }
 
-// anything happens for a while. Views do not go back, and probes do not overlap in
-// reach, see rig; when all is well every breaker closes, and stays closed.
+// anything has random things happen for a while. Views do not go back, and probes do not overlap
+// between connected processes, see rig. When all is well every breaker closes, and stays closed.
 func anything(t *testing.T, mk func() Fabric) {
 	for seed := range uint64(10) {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package scopetest has the laws of internal/scope, to be run on each substrate of it
-// in virtual time.
+// Package scopetest has the laws of internal/scope, to be run on each of its substrates in virtual
+// time.
 package scopetest
 
 import (
@@ -17,19 +17,19 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 
-// A Fabric carries what processes say to each other.
+// A Fabric carries messages between processes.
 type Fabric interface {
-	// Start begins an incarnation of a process, whose clock it goes by.
+	// Start begins an incarnation of a process, which goes by p.Clock.
 	Start(p Process) *scope.Machine
 
-	// Stop ends an incarnation without a word.
+	// Stop ends an incarnation at once, without a last message.
 	Stop(name string)
 
-	// Cut has the words of some processes, and none else, not reach anybody, nor those
-	// of others reach them.
+	// Cut disconnects the named processes, and no others: each of them reaches nobody, and nobody
+	// reaches it.
 	Cut(names ...string)
 
-	// Step lets arrive what is under way. It is called each [Tick].
+	// Step delivers messages that are under way. It is called each [Tick].
 	Step()
 }
 
@@ -42,17 +42,17 @@ type Process struct {
 	Clock       func() time.Duration
 }
 
-// Tick is how often all that happens is looked at.
+// Tick is how often the rig looks at everything.
 const Tick = 10 * time.Millisecond
 
-// TB is what is used of testing.TB and rapid.T.
+// TB has the methods of testing.TB and rapid.T that the rig uses.
 type TB interface {
 	Helper()
 	Fatalf(format string, args ...any)
 	Errorf(format string, args ...any)
 }
 
-// rig is processes with real breakers around a fabric, and one dependency.
+// rig has processes with real breakers, a fabric between them, and one dependency.
 type rig struct {
 	t      TB
 	rng    *rand.Rand
@@ -62,11 +62,11 @@ type rig struct {
 	now    time.Duration
 	procs  []*proc
 	cut    []string
-	down   bool          // the dependency
-	calls  int           // while it was down
-	probes int           // that the fleet permitted
-	took   time.Duration // by a handler call
-	calm   time.Duration // nobody was cut off, began or ended since
+	down   bool          // the dependency is down
+	calls  int           // calls while the dependency was down
+	probes int           // probes that the fleet permitted
+	took   time.Duration // duration of a handler call
+	calm   time.Duration // since when no process was cut off, began or ended
 }
 
 // proc is a process, incarnation after incarnation.
@@ -75,22 +75,22 @@ type proc struct {
 	name        string
 	incarnation uint64
 	alive       bool
-	offset      time.Duration // its clock's
+	offset      time.Duration // offset of its clock
 	m           *scope.Machine
 	leaves      []*leaf
-	broken      bool          // its own path
+	broken      bool          // its own path is broken
 	hangs       bool          // its handler does not return
 	quiet       bool          // it has no messages
-	rare        time.Duration // it is called that seldom; 0 means all the time
-	called      time.Duration // when it was last
+	rare        time.Duration // time between its calls; 0 means that it is called all the time
+	called      time.Duration // when it was last called
 }
 
-// leaf is a breaker, and who works behind it.
+// leaf is a breaker, and the worker behind it.
 type leaf struct {
 	scope  string
 	b      *circuit.Breaker
 	flying bool
-	fleets bool // what is flying is a probe that the fleet permitted
+	fleets bool // the flying call is a probe that the fleet permitted
 	bad    bool
 	until  time.Duration
 	tok    circuit.Token
@@ -98,7 +98,7 @@ type leaf struct {
 	last   scope.Position
 }
 
-// start is a rig of that roster, with the scope q in each of its processes.
+// start returns a rig with that roster, and with the scope q in each of its processes.
 func start(t TB, mk func() Fabric, cfg breaker.FleetConfig, names ...string) *rig {
 	t.Helper()
 	cfg.Base, cfg.Cap = cmp.Or(cfg.Base, 100*time.Millisecond), cmp.Or(cfg.Cap, 2*time.Second)
@@ -157,7 +157,7 @@ func (p *proc) leave(l *leaf) {
 	p.m.Leave(p.now(), l.scope)
 }
 
-// drive does what is asked for.
+// drive applies the actions of p's Machine.
 func (p *proc) drive(l *leaf) {
 	p.m.Observe(p.now(), l.scope, l.b.Snapshot(p.now()))
 	for {
@@ -172,7 +172,7 @@ func (p *proc) drive(l *leaf) {
 			}
 			a.Apply(p.now(), p.leaves[i].b)
 			if a.Kind != scope.Probe {
-				p.leaves[i].fleets = false // what was permitted is void
+				p.leaves[i].fleets = false // the permit is void
 			}
 			p.m.Observe(p.now(), a.Scope, p.leaves[i].b.Snapshot(p.now()))
 		}
@@ -184,7 +184,7 @@ func (p *proc) drive(l *leaf) {
 	l.last = at
 }
 
-// at is where the fleet is, as p knows.
+// at returns the fleet's position, as p knows it.
 func (p *proc) at(l *leaf) scope.Position {
 	p.m.Lock()
 	defer p.m.Unlock()
@@ -235,7 +235,7 @@ func (p *proc) call(l *leaf) {
 		return
 	}
 	p.r.probes++
-	// Within Silent of a cut or a death, the sides do not know themselves yet.
+	// For Silent and Settle after a cut or a death, processes do not know yet who is on their side.
 	if p.r.now-p.r.calm > p.r.cfg.Silent+p.r.cfg.Settle {
 		for _, q := range p.r.procs {
 			for _, other := range q.leaves {
@@ -249,7 +249,7 @@ func (p *proc) call(l *leaf) {
 
 func (p *proc) reached() bool { return p.alive && !slices.Contains(p.r.cut, p.name) }
 
-// cutOff cuts processes off; none heals.
+// cutOff cuts processes off. Without names it heals the cut.
 func (r *rig) cutOff(names ...string) {
 	r.cut, r.calm = names, r.now
 	r.f.Cut(names...)
@@ -267,7 +267,7 @@ func (r *rig) run(d time.Duration) {
 	}
 }
 
-// until runs until ok, and fails after at most d.
+// until runs until ok returns true, and returns how long that took. It fails the test after d.
 func (r *rig) until(d time.Duration, what string, ok func() bool) time.Duration {
 	r.t.Helper()
 	began := r.now
@@ -290,8 +290,8 @@ func (r *rig) describe() (s string) {
 	return s
 }
 
-// every reports whether something holds for each of some processes' first scopes; of
-// all that live without any.
+// every returns a function that reports whether ok holds for the first scope of each process in of.
+// If of is empty, that is each process that lives.
 func (r *rig) every(ok func(p *proc, l *leaf) bool, of ...*proc) func() bool {
 	return func() bool {
 		for _, p := range r.procs {
