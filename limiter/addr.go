@@ -5,11 +5,10 @@ package limiter
 
 import "net/netip"
 
-// AddrKey is a key for whoever is at addr, an IP address and a port as net.Addr and
-// http.Request have them: the IPv4 address, or of an IPv6 address the /64 that one
-// client usually has to itself, in which it could else be somebody new with each
-// request. It is empty if addr is none, and an empty key is denied by sets and
-// stores.
+// AddrKey returns a key for the client at addr, an IP address and a port as in net.Addr and
+// http.Request. The key is the IPv4 address, or the /64 prefix of an IPv6 address. One
+// client usually has a /64 to itself, and could use a new address of it for each request.
+// The key is empty if addr is not valid; fleets and stores deny an empty key.
 func AddrKey(addr string) string {
 	at, err := netip.ParseAddrPort(addr)
 	if err != nil {

@@ -10,19 +10,18 @@ import (
 	"time"
 )
 
-// All is several limits together, such as a tenant's and everybody's: admitted is
-// what all of them admit, and what some had admitted is given back when another
-// refuses. A nil gate is no limit; All of nothing admits everything.
+// All combines several limits, such as a tenant's and the total: a call is admitted if all
+// gates admit it. If one gate refuses, tokens of the other gates are refunded. A nil gate is
+// no limit. All without gates admits everything.
 //
-// The gates are asked in their order, so the narrowest comes first: what it
-// refuses has then taken nothing from those that are shared. Gates of [Observe] are
-// asked last, since they refuse nothing.
+// The gates are asked in their order. Put the narrowest first: if it refuses, nothing was
+// taken from the shared gates. Gates of [Observe] are asked last, since they refuse nothing.
 //
-// Waiters of one handle are admitted in the order in which they came, and before any
-// Allow that comes after them: keep the handle, one for each combination. A waiter
-// holds nothing of one gate while it waits for another, so handles that share gates
-// cannot block each other, whatever their order. Whoever waits is admitted for
-// certain, in time, if at most one of its gates is shared with others.
+// Keep the handle that All returns, one for each combination: its waiters are admitted in
+// the order in which they came, and before any later Allow. A waiter holds no tokens of one
+// gate while it waits for another, so handles that share gates cannot block each other,
+// whatever their order is. A waiter is certain to be admitted at some time if at most one
+// of its gates is shared with others.
 func All(gates ...Gate) Gate {
 	a := &all{turn: make(chan struct{}, 1)}
 	for _, g := range gates {
@@ -44,13 +43,13 @@ func late(g Gate) int {
 type all struct {
 	gates   []Gate
 	waiting atomic.Int64
-	turn    chan struct{} // has one element while the first waiter is at the gates
+	turn    chan struct{} // has one element while the first waiter asks the gates
 }
 
 const nobody = -1
 
-// take asks all gates but one, and returns who refused, or nobody. Nothing is
-// taken when one refuses.
+// take asks all gates except the one with index but. It returns the index of the gate that
+// refused, or nobody. If one refuses, nothing is taken.
 func (a *all) take(n, but int) (refused int) {
 	for i, g := range a.gates {
 		if i != but && !g.AllowN(n) {
@@ -61,7 +60,7 @@ func (a *all) take(n, but int) (refused int) {
 	return nobody
 }
 
-// refund gives back what the gates before one admitted.
+// refund refunds tokens to the gates before the index before, except the one with index but.
 func (a *all) refund(n, before, but int) {
 	for i, g := range a.gates[:before] {
 		if i != but {
@@ -93,14 +92,14 @@ func (a *all) WaitN(ctx context.Context, n int) error {
 	}
 	a.waiting.Add(1)
 	defer a.waiting.Add(-1)
-	select { // those who wait to send are served in their order
+	select { // a channel serves waiting senders in order
 	case a.turn <- struct{}{}:
 	case <-ctx.Done():
 		return ctx.Err()
 	}
 	defer func() { <-a.turn }()
-	// Wait for the one that refused, then ask the others again; give back what was
-	// waited for if one of those refuses now, and wait for that one.
+	// Wait for the gate that refused, then ask the others again. If another gate refuses now,
+	// refund the tokens of the first, and wait for that gate.
 	for at := a.take(n, nobody); at != nobody; {
 		if err := a.gates[at].WaitN(ctx, n); err != nil {
 			return err
@@ -114,8 +113,8 @@ func (a *all) WaitN(ctx context.Context, n int) error {
 	return nil
 }
 
-// Admit asks again in a millisecond when others wait: who is before it cannot be
-// known in tokens.
+// Admit returns a millisecond while others wait, since it does not know how many tokens they
+// wait for.
 func (a *all) Admit(now time.Duration) time.Duration {
 	if a.waiting.Load() > 0 {
 		return time.Millisecond
@@ -131,7 +130,7 @@ func (a *all) Admit(now time.Duration) time.Duration {
 
 func (a *all) Refund(n int) { a.refund(n, len(a.gates), nobody) }
 
-// Level is that of the gate that has least left, and the longest time of any.
+// Level is that of the gate with the fewest tokens left, with the longest Next of all.
 func (a *all) Level() Level {
 	var tight Level
 	for _, g := range a.gates {

@@ -10,12 +10,13 @@ import (
 	"time"
 )
 
-// A DeniedError means that a gate did not admit. It wraps what ended a wait: an error of
-// the context, or [context.DeadlineExceeded] when the wait would have been, or was,
-// too long.
+// A DeniedError means that a gate did not admit.
 type DeniedError struct {
-	After time.Duration // the least time until it is worth asking again
-	Err   error         // nil if there was no wait
+	After time.Duration // shortest time before it is worth asking again
+
+	// Err is why a wait ended or did not begin: the context's error, or
+	// [context.DeadlineExceeded] if the wait was or would be too long. nil without a wait.
+	Err error
 }
 
 func (e *DeniedError) Error() string {
@@ -28,13 +29,15 @@ func (e *DeniedError) Error() string {
 // Unwrap returns Err.
 func (e *DeniedError) Unwrap() error { return e.Err }
 
-// minAsk is the least that anybody is told to wait.
+// minAsk is the shortest DeniedError.After.
 const minAsk = 100 * time.Microsecond
 
-// Enter admits one for somebody with a deadline. It waits for most at the longest,
-// not at all if that is 0, and never beyond ctx's deadline; and it does not begin to
-// wait for what cannot be in time as far as the gate knows. A denial is a
-// [*DeniedError]; any other error is one that no wait would mend, [ErrClosed] above all.
+// Enter admits one token for a call with a deadline. It waits at most for most, and never
+// beyond ctx's deadline. With most 0 it does not wait. It does not begin a wait either if
+// the gate knows that the token would come too late.
+//
+// A denial is a [*DeniedError]. Any other error means that waiting would not help, for
+// example [ErrClosed].
 func Enter(ctx context.Context, g Gate, most time.Duration) error {
 	if err := ctx.Err(); err != nil {
 		return &DeniedError{Err: err}
@@ -65,7 +68,7 @@ func Enter(ctx context.Context, g Gate, most time.Duration) error {
 	return err
 }
 
-// over has ended: nobody is admitted with it.
+// over is a context that has ended: a Wait with it admits nothing.
 var over = ended()
 
 func ended() context.Context {

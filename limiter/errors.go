@@ -6,10 +6,10 @@ package limiter
 import "github.com/stormguard-mq/stormguard/internal/escrow"
 
 var (
-	// ErrBurst means that more tokens were asked for at once than Limit.Burst: no
-	// wait would end.
+	// ErrBurst means that a call asked for more tokens at once than Limit.Burst: its wait
+	// would never end.
 	ErrBurst = escrow.ErrBurst
 
-	// ErrClosed means that the limits were closed, with their process.
+	// ErrClosed means that the limits were closed together with their process.
 	ErrClosed = escrow.ErrClosed
 )

@@ -8,44 +8,43 @@ import (
 	"time"
 )
 
-// A Gate is a limit, whatever keeps it: a [Limiter] of one process or of a fleet,
-// a handle of limiter/redis, several together ([All]), or one that only counts
-// ([Observe]). It is safe for concurrent use.
+// A Gate is a limit of any kind: a [Limiter] of one process or of a fleet, a handle of
+// limiter/redis, several together ([All]), or one that only counts ([Observe]). It is safe
+// for concurrent use.
 type Gate interface {
-	// Allow admits one, or denies it. It waits for nobody but the store, if there
-	// is one.
+	// Allow admits one token, or denies it. It waits only for the store, if there is one.
 	Allow() bool
-	// AllowN is Allow for n, all or none. n <= 0 is admitted.
+	// AllowN is Allow for n tokens, all or none. n <= 0 is admitted.
 	AllowN(n int) bool
-	// Wait waits until one is admitted, or ctx ends, or no wait would help. With a ctx
-	// that has ended it admits nobody; its error is [ErrClosed] even so if the gate is
-	// closed.
+	// Wait waits until one token is admitted, or ctx ends, or waiting cannot help. With a ctx
+	// that has ended it admits nothing. Its error is [ErrClosed] if the gate is closed, even
+	// if ctx has ended.
 	Wait(ctx context.Context) error
-	// WaitN is Wait for n, all at once; [ErrBurst] if that can never be.
+	// WaitN is Wait for n tokens at once. It returns [ErrBurst] if n can never be admitted.
 	WaitN(ctx context.Context, n int) error
-	// Admit is Allow for a guard's source: it takes one admission and returns 0, or
-	// takes none and returns how long to wait before it is worth asking again. It
-	// does no I/O and waits for nobody. now may be ignored.
+	// Admit is Allow for a guard's source. It admits one token and returns 0, or admits none
+	// and returns how long to wait before asking again. It does no I/O and does not wait. now
+	// may be ignored.
 	Admit(now time.Duration) time.Duration
-	// Refund gives back n admissions that were not used, once for each, and soon.
-	// What does not fit any more is lost. It does not block.
+	// Refund gives back n admitted tokens that were not used. Call it once for each token,
+	// and soon. Tokens for which the bucket has no room are lost. It does not block.
 	//
-	// An admission on its way back is out of the books: what is neither used nor
-	// given back yet when an interval begins may come on top of the limit in it.
+	// Between its admission and its Refund a token counts nowhere: tokens that are neither
+	// used nor refunded when an interval begins may be admitted beyond the limit in it.
 	Refund(n int)
-	// Level looks, and takes nothing. It asks nobody. A gate of [All] knows as much as
-	// its parts.
+	// Level returns the gate's state. It takes no tokens, and asks no store or other process.
+	// A gate of [All] knows as much as its parts.
 	Level() Level
 }
 
-// A Level is what a gate knows at an instant, for people and headers: by the time
-// it is read it may be wrong.
+// A Level is the state of a gate at an instant, for people and headers. It may be outdated
+// when it is read.
 type Level struct {
-	// Limit is zero where there is none, or it is not known.
+	// Limit is zero if there is no limit, or if it is not known.
 	Limit Limit
-	// Left is how many tokens are there. Of a fleet's limit it is what this process
-	// has, and others may lend.
+	// Left is how many tokens are left. For a fleet's limit it counts the tokens of this
+	// process; others may lend more.
 	Left int
-	// Next is the least time until one more can be admitted, 0 if one can be now.
+	// Next is the shortest time until one more can be admitted; 0 means now.
 	Next time.Duration
 }

@@ -8,14 +8,13 @@ import (
 	"time"
 )
 
-// Observe is a gate that admits everything at once, and calls denied, which may be
-// nil, with what the real one would not have admitted: a limit can be tried out
-// before it is put in force. It asks the real one each time, and costs what that
-// costs. denied is called from whoever asks, also at the same time: it must be safe
-// for that and quick.
+// Observe returns a gate that admits everything at once, so that a limit can be tried out
+// before it is put in force. It asks g each time, and costs as much as g. It calls denied,
+// which may be nil, with the number of tokens that g denied. denied runs on the caller's
+// goroutine: it must be quick and safe for concurrent use.
 //
-// What would have waited counts as denied. Refund does nothing, since nobody knows
-// whether the admission was one of the real gate's.
+// A call that would have waited counts as denied. Refund does nothing, since it is not known
+// whether g had admitted the tokens.
 func Observe(g Gate, denied func(n int)) Gate {
 	if denied == nil {
 		denied = func(int) {}
@@ -39,7 +38,7 @@ func (o *observed) AllowN(n int) bool {
 
 func (o *observed) Wait(ctx context.Context) error { return o.WaitN(ctx, 1) }
 
-// WaitN fails only for a ctx that has ended.
+// WaitN fails only if ctx has ended.
 func (o *observed) WaitN(ctx context.Context, n int) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -57,7 +56,7 @@ func (o *observed) Admit(now time.Duration) time.Duration {
 
 func (*observed) Refund(int) {}
 
-// Level is the real one's, except that there is nothing to wait for.
+// Level is the observed gate's, with Next 0, since nothing waits.
 func (o *observed) Level() Level {
 	l := o.gate.Level()
 	l.Next = 0

@@ -3,13 +3,13 @@
 
 package crdt
 
-// Changes are the elements of a state in the order of their latest change. A
-// change gets the next mark and moves its element to the end, so what changed
-// after a mark is the tail of the list, each element once: what a peer has not
-// acknowledged costs the size of what changed, and not of how often. The zero
-// value is empty and ready; it is not safe for concurrent use.
+// Changes lists the elements of a state in the order of their latest change. A change gets
+// the next mark and moves its element to the end. So the elements that changed after a mark
+// are the tail of the list, each element once. The cost of unacknowledged changes depends on
+// how many elements changed, not on how often. The zero value is empty and ready. It is not
+// safe for concurrent use.
 //
-// To append what a peer lacks, oldest change first:
+// To append the elements that a peer lacks, oldest change first:
 //
 //	for c := changes.After(since); c != nil; c = c.Next() {
 //		… c.Of, and the peer is complete up to c.Mark
@@ -19,8 +19,8 @@ type Changes[T any] struct {
 	mark        uint64
 }
 
-// A Change is an element's place. An element may be listed without a change, with
-// mark 0: then it stands before all that have one.
+// A Change is an element's place in the list. An element may be listed without a change,
+// with mark 0: then it comes before all changed elements.
 type Change[T any] struct {
 	Of   T
 	Mark uint64 // of the latest change
@@ -29,13 +29,13 @@ type Change[T any] struct {
 	listed     bool
 }
 
-// Mark is that of the latest change of all, 0 if there was none.
+// Mark returns the mark of the latest change of all elements, 0 if there was none.
 func (l *Changes[T]) Mark() uint64 { return l.mark }
 
-// First is the element that has not changed for longest, nil if there is none.
+// First returns the element whose latest change is the oldest, nil if there is none.
 func (l *Changes[T]) First() *Change[T] { return l.first }
 
-// Next is the element after c. Take it before c is touched or removed.
+// Next returns the element after c. Call it before c is touched or removed.
 func (c *Change[T]) Next() *Change[T] { return c.next }
 
 // List puts an element that is not listed before all others, without a change.
@@ -68,12 +68,11 @@ func (l *Changes[T]) Touch(c *Change[T]) {
 	l.last = c
 }
 
-// Skip counts a change that no element stands for, so that a list of nothing yet
-// has a mark.
+// Skip counts a change without an element, so that an empty list has a mark.
 func (l *Changes[T]) Skip() { l.mark++ }
 
-// Remove takes an element out; one that is not listed, or nil, stays out. It is no
-// change that a peer hears of.
+// Remove takes an element out of the list. Nil, or an element that is not listed, is ignored.
+// It makes no change, so peers are not told.
 func (l *Changes[T]) Remove(c *Change[T]) {
 	if c == nil || !c.listed {
 		return
@@ -91,10 +90,10 @@ func (l *Changes[T]) Remove(c *Change[T]) {
 	c.prev, c.next, c.listed = nil, nil, false
 }
 
-// After is the oldest change after a mark, nil if there is none. It walks from
-// both ends at once, so it costs what is after the mark or what is not, whichever
-// is less: where a peer lacks nearly everything, packet after packet begins near
-// the front.
+// After returns the oldest change after a mark, nil if there is none. It walks from both ends
+// at once. So its cost is the number of elements after the mark, or of those up to the mark,
+// whichever is less: for a peer that lacks nearly everything, each packet begins near the
+// front.
 func (l *Changes[T]) After(since uint64) (found *Change[T]) {
 	front := l.first
 	for c := l.last; c != nil && c.Mark > since; c = c.prev {

@@ -9,47 +9,45 @@ import (
 )
 
 const (
-	// maxAhead is how far a stamp may be ahead of the fleet's fastest clock, as
-	// seen from ours, and still advance ours; it must be less.
+	// maxAhead bounds how far a stamp may be ahead of the fleet's fastest clock, as seen from
+	// ours, and still advance ours. The stamp must be less than maxAhead ahead.
 	maxAhead = 50 * time.Millisecond
 
-	// maxOffset is how far a peer's clock may be off ours and still be corrected
-	// for. Without it the correction would make any clock right: one that is
-	// wrong by an hour would be believed after its first sample.
+	// maxOffset is the largest offset of a peer's clock that is corrected. Without this bound
+	// any clock would be accepted: a clock that is wrong by an hour would be believed after
+	// its first sample.
 	maxOffset = 500 * time.Millisecond
 )
 
-// A Clock is a hybrid logical clock after Kulkarni, Demirbas et al., "Logical
-// Physical Clocks" (OPODIS 2014): its stamps rise at each replica, stay close to
-// the wall clock, and a stamp taken after another was observed is higher.
+// A Clock is a hybrid logical clock after Kulkarni, Demirbas et al., "Logical Physical
+// Clocks" (OPODIS 2014). Its stamps rise at each replica and stay close to the wall clock. A
+// stamp is higher than all stamps that were observed before it.
 //
 // # The 50 ms rule
 //
-// A stamp far ahead must not drag every clock after it. The rule is
-// |physical − system| < 50 ms, and it cannot hold for raw stamps: with clocks
-// that are right within ±87 ms, two healthy ones are 174 ms apart, and the slow
-// one would refuse all that the fast one says. So it applies after correction by
-// the estimated offset; and since a stamp carries the fastest clock that its
-// sender has observed, not only the sender's own, what is allowed is
+// A single stamp far ahead must not pull all clocks forward. The rule is
+// |physical − system| < 50 ms. It cannot hold for raw stamps: if clocks are right within
+// ±87 ms, two healthy ones may be 174 ms apart, and the slow one would refuse all stamps of
+// the fast one. So the rule applies after correction by the estimated offset. A stamp carries
+// the fastest clock that its sender has observed, not only the sender's own. So a stamp is
+// allowed if
 //
 //	physical < our wall clock + lead + maxAhead
 //
-// where lead is the largest offset of any peer, at least 0, leaving out those
-// beyond maxOffset and those of peers that [Clock.Ignore] was told of. The rule has no
-// lower side: an older stamp advances nothing, and elements are mostly older than 50 ms.
+// where lead is the largest offset of any peer, at least 0. Offsets above maxOffset do not
+// count, and neither do peers for which [Clock.Ignore] was called. There is no lower bound: an
+// older stamp advances nothing, and elements are mostly older than 50 ms.
 //
-// A stamp that breaks the rule, or comes from a peer without an offset sample,
-// does not advance the clock and is counted. It still orders its element,
-// verbatim: replicas that dropped or changed it would come to differ. What is
-// lost is that our next stamp is above it, so an element with a stamp from a
-// clock that is wrong by an hour wins against ours for an hour.
+// A stamp that breaks the rule, or comes from a peer without an offset sample, does not
+// advance the clock and is counted. It still orders its element, unchanged: replicas that
+// dropped or changed it would diverge. The price: our next stamp is not above it. So an
+// element with a stamp from a clock that is wrong by an hour wins against ours for an hour.
 //
-// So a Clock is never more than maxOffset + maxAhead ahead of its wall clock,
-// unless that was set back. When all peers break the rule, ours is the clock
-// that is wrong.
+// So a Clock is never more than maxOffset + maxAhead ahead of its wall clock, unless the wall
+// clock was set back. If all peers break the rule, our own clock is wrong.
 //
-// It is safe for concurrent use. The wall clock is read outside the lock. The
-// zero value is not usable; see [NewClock].
+// It is safe for concurrent use. The wall clock is read outside the lock. The zero value is
+// not usable; see [NewClock].
 type Clock struct {
 	now func() time.Time
 
@@ -65,14 +63,14 @@ type peerClock struct {
 	ignored    bool // its offset does not count for lead
 }
 
-// NewClock makes a clock over a wall clock: [time.Now], or a test's.
+// NewClock makes a clock from a wall clock: [time.Now], or the clock of a test.
 func NewClock(now func() time.Time) *Clock {
 	return &Clock{now: now, peers: make(map[Replica]*peerClock)}
 }
 
 func millis(t time.Time) uint64 { return uint64(max(0, t.UnixMilli())) }
 
-// Now is a stamp above all that Now returned and all that Observe accepted.
+// Now returns a stamp above all stamps that Now has returned and Observe has accepted.
 func (c *Clock) Now() Stamp {
 	wall := millis(c.now())
 	c.mu.Lock()
@@ -85,9 +83,10 @@ func (c *Clock) Now() Stamp {
 	return c.last
 }
 
-// Observe takes note of a stamp that a peer sent: of each packet the sender's
-// own Now, rather than those of the elements in it. It reports false when the
-// stamp broke the rule; then the clock is as before and the violation counted.
+// Observe advances the clock to a stamp that a peer sent. Call it for each packet with the
+// sender's own Now, not with the stamps of the elements in the packet. It returns false if
+// the stamp breaks the rule, or is above our clock and the peer has no offset sample. Then the
+// clock does not change, and the violation is counted.
 func (c *Clock) Observe(from Replica, s Stamp) bool {
 	wall := millis(c.now())
 	c.mu.Lock()
@@ -96,7 +95,7 @@ func (c *Clock) Observe(from Replica, s Stamp) bool {
 		return true
 	}
 	p := c.peer(from)
-	if p.ignored { // it is back
+	if p.ignored { // the peer is heard again
 		p.ignored = false
 		c.setLead()
 	}
@@ -109,10 +108,9 @@ func (c *Clock) Observe(from Replica, s Stamp) bool {
 	return true
 }
 
-// Sample takes one exchange with a peer for its offset, as
-// offsetEstimator.Add does, and reports whether it was used. sent and heard
-// should come from the wall clock of [NewClock], with their monotonic reading.
-// It costs a walk over the peers.
+// Sample adds one exchange with a peer to the estimate of its offset, and returns whether
+// the exchange was used; see offsetEstimator.Add. sent and heard should come from the wall
+// clock of [NewClock], with their monotonic reading. The cost is a walk over the peers.
 func (c *Clock) Sample(peer Replica, sent, received, replied, heard time.Time) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -123,8 +121,7 @@ func (c *Clock) Sample(peer Replica, sent, received, replied, heard time.Time) b
 	return used
 }
 
-// Offset is how far the peer's clock is ahead of ours; false before the first
-// sample.
+// Offset returns how far the peer's clock is ahead of ours; false before the first sample.
 func (c *Clock) Offset(peer Replica) (time.Duration, bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -134,7 +131,7 @@ func (c *Clock) Offset(peer Replica) (time.Duration, bool) {
 	return 0, false
 }
 
-// Violations is how many of the peer's stamps broke the rule.
+// Violations returns how many of the peer's stamps broke the rule.
 func (c *Clock) Violations(peer Replica) uint64 {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -144,9 +141,9 @@ func (c *Clock) Violations(peer Replica) uint64 {
 	return 0
 }
 
-// Ignore leaves the offset of a peer that is not heard out of lead, until a stamp or
-// a sample of it comes: ours might follow stamps that are as far ahead as a clock
-// that is there no more.
+// Ignore leaves the offset of a peer that is not heard out of lead, until a sample of the peer
+// comes, or a stamp of it above our clock. Otherwise our clock might follow stamps that are as far ahead as a clock
+// that is gone.
 func (c *Clock) Ignore(peer Replica) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -156,8 +153,8 @@ func (c *Clock) Ignore(peer Replica) {
 	}
 }
 
-// Forget drops what is known of a peer that is gone. Whoever gossips calls it,
-// or the clock remembers every incarnation that it ever heard.
+// Forget drops the state of a peer that is gone. Without this call the clock remembers every
+// incarnation that it ever heard.
 func (c *Clock) Forget(peer Replica) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -165,7 +162,7 @@ func (c *Clock) Forget(peer Replica) {
 	c.setLead()
 }
 
-// peer needs c.mu.
+// peer returns the state of a peer, and makes it if there is none. The caller holds c.mu.
 func (c *Clock) peer(r Replica) *peerClock {
 	p := c.peers[r]
 	if p == nil {
@@ -175,7 +172,7 @@ func (c *Clock) peer(r Replica) *peerClock {
 	return p
 }
 
-// setLead needs c.mu.
+// setLead computes lead anew. The caller holds c.mu.
 func (c *Clock) setLead() {
 	c.lead = 0
 	for _, p := range c.peers {

@@ -5,19 +5,23 @@ package crdt
 
 import "time"
 
-// Contact is what a packet of another replica says beside the state it carries. All times are
-// monotonic, each process's from an origin of its own.
+// Contact has the sender and the times of a packet from another replica. All times are
+// monotonic; each process has its own origin.
 type Contact struct {
 	From Replica
 	Now  time.Duration // own clock, at receipt
-	Sent time.Duration // the peer's clock, at sending; repeated and older packets have a lower one
-	Echo time.Duration // own clock: the latest Sent of ours that the peer had heard when it sent; 0 is none
+	Sent time.Duration // peer's clock, at sending; never higher in a repeated or older packet
 
-	// Hears is the own instant as of which the peer is known to hear us: Echo, or later
-	// where little is sent to it and it had heard all of that. 0 is Echo.
+	// Echo is on our clock: when we sent our newest packet that the peer had heard when it
+	// sent this one. 0 is none.
+	Echo time.Duration
+
+	// Hears is on our clock: the latest instant as of which the peer is known to hear us. It
+	// is Echo, or later if little is sent to the peer and it had heard all of that. 0 means
+	// Echo.
 	Hears time.Duration
 
-	// Rest is by how much later than a keep-alive the next packet of the peer, or our next
-	// one to it, may come. In a fleet of three it is 0; see package gossip.
+	// Rest is how much later than a keep-alive the next packet between us and the peer may
+	// come, in either direction. In a fleet of three it is 0; see package gossip.
 	Rest time.Duration
 }

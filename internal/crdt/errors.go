@@ -9,21 +9,20 @@ import (
 )
 
 var (
-	// errArgument means that a call was refused for what it was given. The text
-	// names the field, its value and the allowed range. Nothing was changed.
+	// errArgument means that a call was refused because of an argument. The text names the
+	// field, its value and the allowed range. Nothing was changed.
 	errArgument = errors.New("crdt: argument")
 
-	// ErrMalformed means that bytes are no message of this type and version. The text
-	// says what is wrong where. Nothing of the message was taken in.
+	// ErrMalformed means that bytes are not a message of this type and version. The text
+	// names the fault and its place. Nothing of the message was merged.
 	ErrMalformed = errors.New("crdt: malformed message")
 
 	// errOverflow means that a count would have left the range of its type.
 	// Nothing was changed.
 	errOverflow = errors.New("crdt: overflow")
 
-	// errTwin means that a peer holds something in our name that we never wrote:
-	// two processes share a [Replica], or one forgot what it had written. Nothing
-	// of the message was taken in.
+	// errTwin means that a peer has a record under our name that we never wrote: two processes
+	// share a [Replica], or one forgot its own records. Nothing of the message was merged.
 	errTwin = errors.New("crdt: another process writes as this replica")
 
 	// errRecordType means that an [OpLog] cannot carry the type: its memory is
@@ -34,17 +33,17 @@ var (
 	// peer has not acknowledged them. Nothing was changed.
 	ErrFull = errors.New("crdt: log full")
 
-	// ErrGap means that records came so far ahead of those before them that they
-	// can no longer be held. Nothing of the message was taken in; it comes again.
+	// ErrGap means that too many records would be held until missing earlier ones come.
+	// Nothing of the message was merged; it comes again.
 	ErrGap = errors.New("crdt: gap in log")
 )
 
-// formatError is what is wrong with a message.
+// formatError is the fault of a malformed message.
 type formatError struct {
-	Type   string // whose message it should have been, such as "GCounter"
-	Field  string // what was being read
-	Value  any    // what was there
-	Want   string // what is allowed there
+	Type   string // expected type of the message, such as "GCounter"
+	Field  string // the field that was read
+	Value  any    // the value found
+	Want   string // the allowed values
 	Offset int    // bytes before the field
 }
 

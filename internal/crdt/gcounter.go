@@ -12,17 +12,17 @@ import (
 // A GCounter is a count that only grows: each replica adds to its own row, and
 // the count is the sum of the rows. Rows merge by the greater count.
 //
-// A row stays for every incarnation that ever counted, some 40 bytes and its name; see
-// [GCounter.Forget]. It is not safe for concurrent use. The zero value is not
-// usable; see [NewGCounter].
+// It keeps a row for every incarnation that ever counted: some 40 bytes and the name; see
+// [GCounter.Forget]. It is not safe for concurrent use. The zero value is not usable; see
+// [NewGCounter].
 type GCounter struct {
 	self Replica
 	rows *table[Replica, uint64]
 	sum  sum
 }
 
-// NewGCounter makes the counter that self adds to. It fails with an error
-// when the name is empty or too long.
+// NewGCounter makes a counter to which self adds. It returns an error if the name of self is
+// empty or too long.
 func NewGCounter(self Replica) (*GCounter, error) {
 	if err := self.Validate(); err != nil {
 		return nil, err
@@ -30,8 +30,7 @@ func NewGCounter(self Replica) (*GCounter, error) {
 	return &GCounter{self: self, rows: newTable[Replica, uint64]()}, nil
 }
 
-// Add counts n more. It fails with an error when this replica's own row
-// cannot hold them.
+// Add counts n more. It returns an error if this replica's own row would overflow.
 func (c *GCounter) Add(n uint64) error {
 	old := c.rows.get(c.self)
 	count, carry := bits.Add64(old, n, 0)
@@ -44,8 +43,8 @@ func (c *GCounter) Add(n uint64) error {
 	return nil
 }
 
-// Value is the sum of all rows. It fails with an error when that is above
-// 1<<64 − 1; the rows are right then too. It costs no walk.
+// Value returns the sum of all rows. It returns an error if the sum is above 1<<64 − 1; the
+// rows are right even then. It does not walk the rows.
 func (c *GCounter) Value() (uint64, error) {
 	if c.sum.hi != 0 {
 		return 0, errOverflow
@@ -53,26 +52,26 @@ func (c *GCounter) Value() (uint64, error) {
 	return c.sum.lo, nil
 }
 
-// Of is what one replica has counted, as far as it was heard.
+// Of returns the count of one replica, as far as it was heard.
 func (c *GCounter) Of(r Replica) uint64 { return c.rows.get(r) }
 
-// All yields the rows, that of the latest change last.
+// All yields the rows in the order of their changes, the latest last.
 func (c *GCounter) All() iter.Seq2[Replica, uint64] { return c.rows.all() }
 
-// Mark is the number of the latest change here. See the package comment.
+// Mark returns the number of the latest change here. See the package comment.
 func (c *GCounter) Mark() uint64 { return c.rows.changes.Mark() }
 
-// Delta appends the rows that changed after since, oldest change first, in at
-// most room bytes, and says up to which mark that is complete. Without news it
-// appends nothing. Delta(nil, 0, [math.MaxInt]) is the whole state.
+// Delta appends the rows that changed after since, oldest change first, in at most room
+// bytes. upto is the mark up to which the result is complete. Without changes it appends
+// nothing. Delta(nil, 0, [math.MaxInt]) is the whole state.
 func (c *GCounter) Delta(b []byte, since uint64, room int) (_ []byte, upto uint64) {
 	return c.rows.delta(b, formatGCounter, since, room, func(b []byte, r Replica, n uint64) []byte {
 		return binary.AppendUvarint(appendReplica(b, r), n)
 	})
 }
 
-// Merge takes in what a Delta appended. It fails with [ErrMalformed], and then
-// nothing was changed. It keeps nothing of b.
+// Merge merges a message of a Delta. The error is [ErrMalformed]; then nothing has changed. It
+// keeps nothing of b.
 func (c *GCounter) Merge(b []byte) error {
 	if err := eachCount(b, func(Replica, uint64) {}); err != nil {
 		return err
@@ -80,9 +79,9 @@ func (c *GCounter) Merge(b []byte) error {
 	return eachCount(b, c.join)
 }
 
-// Join takes in what one replica has counted: Merge of one row, for a section that
-// ships rows in a layout of its own. It fails with an error for a name that
-// cannot be one, and keeps nothing of it.
+// Join merges one replica's count: it is Merge of one row, for a section that sends rows in
+// its own layout. It returns an error if the name is empty or too long. It keeps nothing of
+// the name's memory.
 func (c *GCounter) Join(r Replica, n uint64) error {
 	if err := r.Validate(); err != nil {
 		return err
@@ -114,10 +113,10 @@ func (c *GCounter) join(r Replica, n uint64) {
 	c.rows.put(r, n)
 }
 
-// Forget drops the row of an incarnation that is over, and its count from Value. Peers
-// do not hear of it, and a packet that still has the row brings it back: call
-// it at every replica, and only for counts that nobody needs any more. A row
-// that is kept costs memory and nothing else, since only changes are sent.
+// Forget drops the row of an incarnation that is over, and its count from Value. Peers are
+// not told, and a packet that still has the row brings it back. So call it at every replica,
+// and only for counts that are no longer needed. Keeping a row costs only memory, since only
+// changes are sent.
 func (c *GCounter) Forget(r Replica) {
 	c.sum.sub(c.rows.get(r))
 	c.rows.drop(r)

@@ -10,11 +10,11 @@ import (
 	"reflect"
 )
 
-// maxBody is how many bytes the body of a record may have.
+// maxBody is the largest body of a record, in bytes.
 const maxBody = 512
 
-// checkLayout says whether the memory of a record with this body is the same on
-// every machine that an OpLog works on, and can take any bytes from a peer.
+// checkLayout returns an error if a record with this body is not the same memory on every
+// machine that an OpLog supports, or if a peer could send bytes that are not valid in it.
 func checkLayout(t reflect.Type) error {
 	if binary.NativeEndian.Uint16([]byte{1, 0}) != 1 {
 		return fmt.Errorf("%w: records are little-endian memory, and this machine is big-endian", errRecordType)
@@ -26,9 +26,9 @@ func checkLayout(t reflect.Type) error {
 	return errors.Join(problems...)
 }
 
-// layout lays t out as a machine does that aligns each number to its own size,
-// and reports every field for which that differs from no gaps at all. Where it
-// does not, machines that align to less lay t out alike.
+// layout computes the layout of t on a machine that aligns each number to its own size. It
+// reports every gap, also at the end of a struct, and every type that is not allowed. Without
+// gaps, machines with a smaller alignment have the same layout.
 func layout(t reflect.Type, path string, problems []error) (size, align uintptr, _ []error) {
 	refuse := func(format string, args ...any) {
 		problems = append(problems, fmt.Errorf("%w: %s "+format, append([]any{errRecordType, path}, args...)...))

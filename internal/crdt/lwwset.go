@@ -15,32 +15,31 @@ import (
 )
 
 const (
-	// MaxElement is how many bytes an element of an [LWWSet] may have.
+	// MaxElement is the longest element of an [LWWSet], in bytes.
 	MaxElement = 384
-	// MaxNote is how many bytes a note on an element may have.
+	// MaxNote is the longest note of an element, in bytes.
 	MaxNote = 256
 
-	// MinTombstoneAge is the least age at which [LWWSet.Prune] drops tombstones.
+	// MinTombstoneAge is the lowest age at which [LWWSet.Prune] drops tombstones.
 	MinTombstoneAge = 10 * time.Minute
 )
 
-// An LWWSet is a set in which the last write to an element wins: the add or
-// remove with the highest stamp. Equal stamps are decided by the higher
-// [Replica]; where the replica is the same too, add wins, and of two adds the greater
-// note. It is the
-// LWW-Element-Set of Shapiro et al., "A comprehensive study of Convergent and
-// Commutative Replicated Data Types" (INRIA 7506, 2011), which keeps of each
-// element only the write that wins. An add has a note: what is said of the element.
+// An LWWSet is a set in which the last write to an element wins: the add or remove with the
+// highest stamp. If stamps are equal, the higher [Replica] wins. If the replicas are equal
+// too, an add wins over a remove, and the greater note wins between two adds. It is the
+// LWW-Element-Set of Shapiro et al., "A comprehensive study of Convergent and Commutative
+// Replicated Data Types" (INRIA 7506, 2011), which keeps only the winning write of each
+// element. An add has a note, a text about the element.
 //
-// A removed element stays as a tombstone, or an add that is still on its way
-// would bring it back; [LWWSet.Prune] drops tombstones by age. Whoever adds
-// bounds the set: [LWWSet.Len] and [LWWSet.Tombstones] say how large it is. It
-// is not safe for concurrent use. The zero value is not usable; see [NewLWWSet].
+// A removed element stays as a tombstone. Without one, an add that is still on its way would
+// bring the element back. [LWWSet.Prune] drops tombstones by age. The caller must bound the
+// set: [LWWSet.Len] and [LWWSet.Tombstones] return its size. It is not safe for concurrent
+// use. The zero value is not usable; see [NewLWWSet].
 type LWWSet struct {
 	self    Replica
 	rows    *table[string, write]
-	live    int
-	horizon uint64 // Physical; unknown tombstones from before are not taken in
+	live    int    // elements that are in the set
+	horizon uint64 // Stamp.Physical; Merge ignores unknown tombstones before it
 }
 
 type write struct {
@@ -50,7 +49,7 @@ type write struct {
 	note    string
 }
 
-// beats is a total order: no two writes tie unless they are the same.
+// beats tells whether w wins against o. It is a total order: only equal writes tie.
 func (w write) beats(o write) bool {
 	c := cmp.Or(w.at.Compare(o.at), w.by.Compare(o.by))
 	if c == 0 && w.removed == o.removed {
@@ -59,8 +58,8 @@ func (w write) beats(o write) bool {
 	return c > 0 || c == 0 && o.removed
 }
 
-// NewLWWSet makes an empty set that self writes to. It fails with an error
-// when the name is empty or too long.
+// NewLWWSet makes an empty set to which self writes. It returns an error if the name of self
+// is empty or too long.
 func NewLWWSet(self Replica) (*LWWSet, error) {
 	if err := self.Validate(); err != nil {
 		return nil, err
@@ -68,9 +67,9 @@ func NewLWWSet(self Replica) (*LWWSet, error) {
 	return &LWWSet{self: self, rows: newTable[string, write]()}, nil
 }
 
-// Add writes that the element is in the set, with a note, at [Clock.Now]. It reports
-// false when a higher stamp is there already, which then still decides. It fails with
-// an error when the element has more than [MaxElement] bytes, or the note more than
+// Add writes that the element is in the set, with a note. at should be [Clock.Now]. It
+// returns false if the set already has a write with a higher stamp, which still decides. It
+// returns an error if the element has more than [MaxElement] bytes, or the note more than
 // [MaxNote].
 func (s *LWWSet) Add(element, note string, at Stamp) (bool, error) {
 	if len(note) > MaxNote {
@@ -79,8 +78,8 @@ func (s *LWWSet) Add(element, note string, at Stamp) (bool, error) {
 	return s.write(element, write{at: at, by: s.self, note: note})
 }
 
-// Remove writes that the element is not in the set, whether or not it is: its
-// add may be on its way. What it returns is as for [LWWSet.Add].
+// Remove writes that the element is not in the set, even if the element is not known: its add
+// may be on its way. The results are those of [LWWSet.Add].
 func (s *LWWSet) Remove(element string, at Stamp) (bool, error) {
 	return s.write(element, write{at: at, by: s.self, removed: true})
 }
@@ -92,21 +91,21 @@ func (s *LWWSet) write(element string, w write) (bool, error) {
 	return s.join(element, w), nil
 }
 
-// Has says whether the element is in the set.
+// Has tells whether the element is in the set.
 func (s *LWWSet) Has(element string) bool {
 	e := s.rows.at[element]
 	return e != nil && !e.Of.val.removed
 }
 
-// At is the stamp of the write that decides about an element, and whose it is;
-// false if there is none.
+// At returns the stamp and the replica of the write that decides about an element; false if
+// there is none.
 func (s *LWWSet) At(element string) (at Stamp, by Replica, ok bool) {
 	w := s.rows.get(element)
 	return w.at, w.by, w.by != Replica{}
 }
 
-// All yields the elements in the set and their notes, that of the latest change last.
-// What is yielded may be dropped.
+// All yields the elements in the set and their notes, in the order of their changes, the
+// latest last. The caller may drop the yielded element.
 func (s *LWWSet) All() iter.Seq2[string, string] {
 	return func(yield func(element, note string) bool) {
 		for element, w := range s.rows.all() {
@@ -117,9 +116,9 @@ func (s *LWWSet) All() iter.Seq2[string, string] {
 	}
 }
 
-// Drop forgets an element that is in the set, without a tombstone: peers do not hear of
-// it, and whoever still has it may bring it back. It is for elements that everybody
-// takes for void, such as by a time in their notes.
+// Drop forgets an element that is in the set, without a tombstone. Peers are not told, and a
+// peer that still has the element may bring it back. It is for elements that all replicas
+// take for void, for example because of a time in their notes.
 func (s *LWWSet) Drop(element string) {
 	if s.Has(element) {
 		s.rows.drop(element)
@@ -127,20 +126,20 @@ func (s *LWWSet) Drop(element string) {
 	}
 }
 
-// Len is how many elements are in the set.
+// Len returns how many elements are in the set.
 func (s *LWWSet) Len() int { return s.live }
 
-// Tombstones is how many removed elements are remembered.
+// Tombstones returns how many removed elements are remembered.
 func (s *LWWSet) Tombstones() int { return len(s.rows.at) - s.live }
 
-// Prune drops the tombstones whose stamp is more than age before now, and
-// returns how many. It fails with an error when age is below
-// [MinTombstoneAge]. It walks the whole set, so once a minute is enough.
+// Prune drops the tombstones whose stamp is more than age before now, and returns how many.
+// It returns an error if age is below [MinTombstoneAge]. It walks the whole set, so once a
+// minute is enough.
 //
-// It assumes that nobody still brings an add from before: that whoever was cut
-// off for longer than age comes back as a new incarnation with an empty set. Otherwise
-// an element it still has is in the set again, everywhere. A tombstone with a
-// stamp in the future is dropped age after that time.
+// It assumes that no replica still brings an older add: a replica that was cut off for longer
+// than age must come back as a new incarnation with an empty set. Otherwise removed elements
+// that it still has are in the set again, at all replicas. A tombstone with a stamp in the
+// future is dropped age after that stamp.
 func (s *LWWSet) Prune(now Stamp, age time.Duration) (int, error) {
 	if age < MinTombstoneAge {
 		return 0, argument("tombstone age", age, fmt.Sprintf("at least %v", MinTombstoneAge))
@@ -158,10 +157,10 @@ func (s *LWWSet) Prune(now Stamp, age time.Duration) (int, error) {
 	return n, nil
 }
 
-// Mark is the number of the latest change here. See the package comment.
+// Mark returns the number of the latest change here. See the package comment.
 func (s *LWWSet) Mark() uint64 { return s.rows.changes.Mark() }
 
-// Delta appends the elements that changed after since, as [GCounter.Delta] does.
+// Delta appends the elements that changed after since, like [GCounter.Delta].
 func (s *LWWSet) Delta(b []byte, since uint64, room int) (_ []byte, upto uint64) {
 	return s.rows.delta(b, formatLWWSet, since, room, func(b []byte, element string, w write) []byte {
 		b = binary.AppendUvarint(b, uint64(len(element)))
@@ -174,10 +173,9 @@ func (s *LWWSet) Delta(b []byte, since uint64, room int) (_ []byte, upto uint64)
 	})
 }
 
-// Merge takes in what a Delta appended. It fails with [ErrMalformed], and then
-// nothing was changed. Stamps are taken as they are, however far ahead. A
-// tombstone of an unknown element from before what was pruned here is left out.
-// It keeps nothing of b.
+// Merge merges a message of a Delta. The error is [ErrMalformed]; then nothing has changed. It
+// takes stamps as they are, however far ahead. It ignores a tombstone of an unknown element
+// that is older than the tombstones pruned here. It keeps nothing of b.
 func (s *LWWSet) Merge(b []byte) error {
 	if err := eachWrite(b, func(string, write) {}); err != nil {
 		return err

@@ -11,8 +11,8 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt/wire"
 )
 
-// MinRoom is the room in which every Delta makes progress: no row, element or
-// record is larger.
+// MinRoom is a room in which every Delta makes progress, in bytes: no row, element or record
+// is larger.
 const MinRoom = 1024
 
 // The first byte of a message: the type in the high half, the version of its
@@ -27,16 +27,16 @@ func appendReplica(b []byte, r Replica) []byte {
 	return binary.AppendUvarint(wire.AppendText(b, r.Name), r.Incarnation)
 }
 
-// A reader takes a message apart. It allocates nothing: names are parts of the
-// message, and who stores one clones it.
+// A reader parses a message. It allocates nothing: names are parts of the message, and code
+// that stores a name clones it.
 type reader struct {
 	wire.Reader
 
 	typ string
 }
 
-// read starts on a message. An empty one is what a Delta without news appends,
-// and has no rows; any other has the format byte and at least one.
+// read starts to read a message. A Delta without changes appends an empty message, which has
+// no rows. Every other message has the format byte and at least one row.
 func read(typ string, format byte, b []byte) *reader {
 	r := &reader{Reader: wire.Read(b), typ: typ}
 	if len(b) == 0 {
@@ -50,7 +50,7 @@ func read(typ string, format byte, b []byte) *reader {
 	return r
 }
 
-// err is what is wrong with the message.
+// err returns the message's first fault, or nil.
 func (r *reader) err() error {
 	f := r.Fault()
 	if f == nil {
@@ -59,7 +59,7 @@ func (r *reader) err() error {
 	return &formatError{Type: r.typ, Field: f.Field, Value: f.Value, Want: f.Want, Offset: f.Offset}
 }
 
-// text reads a length and as many bytes, which stay part of the message.
+// text reads a length and that many bytes, which stay part of the message.
 func (r *reader) text(field string, low, high int) string {
 	return alias(r.Bytes(field, int(r.Uint(field, uint64(low), uint64(high)))))
 }
@@ -73,7 +73,7 @@ func (r *reader) replica(of string) Replica {
 	return v
 }
 
-// within says to what the fields belong that were just read.
+// within adds the name of a group of fields to the field of a fault.
 func (r *reader) within(of string) {
 	if f := r.Fault(); f != nil {
 		f.Field = of + " " + f.Field

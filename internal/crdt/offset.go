@@ -9,43 +9,42 @@ const (
 	// offsetWindow is how many samples compete for one step of the average: the
 	// eight of NTP's clock filter (RFC 5905, section 10).
 	offsetWindow = 8
-	// offsetWeight is the newest window's weight: 1/4. A step of a peer's clock
-	// is nine tenths known after eight windows.
+	// offsetWeight makes the newest window's weight 1/4. If a peer's clock makes a step, the
+	// average has nine tenths of it after eight windows.
 	offsetWeight = 4
-	// offsetMost is where a sample is cut off. A clock that wrong is refused
-	// anyway, and the average must not overflow.
+	// offsetMost bounds a sample. A clock that is so wrong is refused anyway, and the average
+	// must not overflow.
 	offsetMost = time.Hour
 )
 
-// An offsetEstimator follows how far a peer's clock is ahead of ours. Of each
-// eight samples it takes the one with the shortest round trip, whose midpoint
-// errs by at most half of that trip, and averages those, the newest with weight
-// 1/4. Until the first eight are complete, the best sample so far is the estimate.
+// An offsetEstimator estimates how far a peer's clock is ahead of ours. Of each eight samples
+// it takes the one with the shortest round trip, whose midpoint errs by at most half of that
+// trip. It averages these best samples, the newest with weight 1/4. Until the first eight
+// samples are complete, the estimate is the best sample so far.
 //
-// Delays that differ by direction shift the estimate by half the difference, and
-// nothing in the samples can show it. The zero value is ready. It is not safe
-// for concurrent use.
+// If delays differ by direction, the estimate is wrong by half the difference, and the samples
+// cannot show that. The zero value is ready. It is not safe for concurrent use.
 type offsetEstimator struct {
-	mean    time.Duration
-	windows int // that went into mean; it stops counting at 1
+	mean    time.Duration // average of the best samples of complete windows
+	windows int           // 0 or 1: whether mean has a window
 
-	count    int // samples in this window
-	best     time.Duration
-	bestTrip time.Duration
+	count    int           // samples in this window
+	best     time.Duration // offset of the sample with the shortest round trip in this window
+	bestTrip time.Duration // round trip of best
 }
 
-// Add takes one exchange: the request left at sent and its answer came at heard
-// by our clock; the peer received the one at received and sent the other at
-// replied by its own. It reports whether the sample was used: not if the answer
-// came before the request, or our wall clock was set by more than a millisecond in
-// between, which the monotonic reading in sent and heard shows.
+// Add adds one exchange. By our clock the request left at sent, and its answer came at heard.
+// By the peer's clock the request came at received, and the answer left at replied. Add
+// returns whether the sample was used. It is not used if the answer came before the request.
+// It is not used either if our wall clock was set by more than a millisecond in between, which
+// the monotonic readings of sent and heard show.
 func (e *offsetEstimator) Add(sent, received, replied, heard time.Time) bool {
-	away := heard.Sub(sent) // monotonic if both have that reading
+	away := heard.Sub(sent) // monotonic if both have a monotonic reading
 	trip := away - replied.Sub(received)
 	if set := heard.Round(0).Sub(sent.Round(0)) - away; away < 0 || trip < 0 || set < -time.Millisecond || set > time.Millisecond {
 		return false
 	}
-	// Half of each first: a difference of times may be as large as a Duration.
+	// Halve first: each difference may be as large as a Duration, and the sum would overflow.
 	off := received.Sub(sent.Round(0))/2 + replied.Sub(heard.Round(0))/2
 	off = min(max(off, -offsetMost), offsetMost)
 	if e.count == 0 || trip < e.bestTrip {
@@ -63,8 +62,8 @@ func (e *offsetEstimator) Add(sent, received, replied, heard time.Time) bool {
 	return true
 }
 
-// Offset is how far the peer's clock is ahead of ours, negative when it is
-// behind; false before the first sample.
+// Offset returns how far the peer's clock is ahead of ours, negative if it is behind; false
+// before the first sample.
 func (e *offsetEstimator) Offset() (time.Duration, bool) {
 	if e.windows == 0 {
 		return e.best, e.count > 0

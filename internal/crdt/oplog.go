@@ -23,18 +23,18 @@ const maxRecords = 1 << 20
 
 // OpLogConfig bounds an [OpLog]. The zero value is valid and means the defaults.
 type OpLogConfig struct {
-	// MaxRecords is how many records of one origin are kept for peers that have
-	// not acknowledged them: 1 to 1048576; 0 means 4096. It is a
-	// bound per origin because two logs that are full of their own must still be
-	// able to take in each other's, or neither would ever be acknowledged.
+	// MaxRecords is how many records of one origin are kept for peers that have not
+	// acknowledged them: 1 to 1048576; 0 means 4096. The bound is per origin. Two logs that
+	// are full of their own records must still merge each other's, or neither would ever be
+	// acknowledged.
 	MaxRecords int
 
-	// MaxHeld is how many records may wait for one before them: 1 to 1048576;
-	// 0 means 1024.
+	// MaxHeld is how many records may wait for a missing earlier record: 1 to 1048576; 0
+	// means 1024.
 	MaxHeld int
 }
 
-// Validate reports every field that is out of range, with an error, or nil.
+// Validate returns an error that names every field out of range, or nil.
 func (c OpLogConfig) Validate() error {
 	var errs []error
 	if c.MaxRecords < 0 || c.MaxRecords > maxRecords {
@@ -46,10 +46,10 @@ func (c OpLogConfig) Validate() error {
 	return errors.Join(errs...)
 }
 
-// Op is what a record does.
+// Op is the operation of a record.
 type Op uint8
 
-// The operations. What is added or consumed is in the record's body.
+// The operations. The record's body says what is added or consumed.
 const (
 	OpAdd     Op = 1
 	OpConsume Op = 2
@@ -71,76 +71,73 @@ func (o Op) String() string {
 // A Record is one operation, named by its origin and number.
 type Record[T any] struct {
 	Origin Replica
-	Seq    uint64 // from 1, without gaps
-	Epoch  uint64 // in which it counts; a RESET's is the one that it begins
-	At     Stamp  // as its origin stamped it
+	Seq    uint64 // number within its origin, from 1, without gaps
+	Epoch  uint64 // epoch in which it counts; of a RESET, the epoch that it begins
+	At     Stamp  // stamp of its origin
 	Op     Op
 	Body   T
 }
 
-// OpLogStats counts what became of records since the log was made.
+// OpLogStats counts records since the log was made.
 type OpLogStats struct {
-	Applied    uint64 // handed to apply, own ones included
-	Void       uint64 // of these, the ones that did not count: their epoch was over
-	Duplicates uint64 // were here before
-	Skipped    uint64 // gone from every log that was heard before they came here
+	Applied    uint64 // handed to apply, own records included
+	Void       uint64 // applied without counting, since their epoch was over
+	Duplicates uint64 // received again
+	Skipped    uint64 // never received, since every log that was heard had dropped them
 	Refused    uint64 // in messages that a bound refused; they come again
 }
 
-// An OpLog carries operations to every replica, where each is applied once, in
-// the order of its origin; between origins there is no order. It is for what is
-// rare and must be seen one by one: configuration, RESET, audit. What is counted
-// often travels as state, which costs the same however much was counted.
+// An OpLog carries operations to every replica. Each replica applies each operation once, in
+// the order of its origin; there is no order between origins. It is for rare operations that
+// must be seen one by one: configuration, RESET, audit. Frequent counts should travel as
+// state, whose cost does not depend on how often it changes.
 //
 // # Epochs
 //
-// Operations count within an epoch, which begins at 0. A RESET begins the next
-// one, and each replica does that once: of two replicas that reset at the same
-// time, the second RESET does not count. An ADD or CONSUME counts if its epoch is
-// the current one when it is applied; of an older epoch it does not count, however
-// late it comes. One of a later epoch is ahead of its RESET, and begins that epoch
-// itself: apply then gets a RESET without Origin and Body first, and the record of
-// the RESET, when it comes, as one that does not count. So once all have all
-// records, what counted last at each is the same: those of the highest epoch.
+// Operations count within an epoch. The first epoch is 0. A RESET begins the next epoch, once
+// at each replica: if two replicas reset at the same time, the second RESET does not count.
+// An ADD or CONSUME counts if its epoch is the current one when it is applied. If its epoch is
+// older, it does not count. If its epoch is later, it came before its RESET, and begins that
+// epoch itself: apply first gets a RESET without Origin and Body. When the record of the RESET
+// comes, it does not count. So once all replicas have all records, the same records have
+// counted last at each: those of the highest epoch.
 //
 // # Memory
 //
-// A record is kept until every peer named by [OpLog.Join] has acknowledged it,
-// and no longer. While one does not, [OpLog.Depth] grows up to MaxRecords of each
-// origin, and then the log refuses what is new of it. While no peer is known, the
-// oldest make room for what is beyond MaxRecords in all.
-// Who joins later begins where the logs of the others begin: it skips what is
-// gone, and learns the epoch. Whatever it needs besides must reach it as state.
+// A record is kept until every peer named by [OpLog.Join] has acknowledged it. If a peer does
+// not acknowledge, [OpLog.Depth] grows up to MaxRecords for each origin. Then the log refuses
+// new records of that origin. While no peer is known, the log keeps the newest MaxRecords
+// records in all. A replica that joins later begins where the logs of the others begin: it
+// skips dropped records, and learns the epoch. Everything else must reach it as state.
 //
 // # Layout
 //
-// A record is 40 bytes and its body, little-endian, and is written and read in
-// place. So T must be the same memory on every machine: made of integers of
-// fixed size, floats, arrays and structs, without holes, 8 to 512 bytes in
-// eights. All replicas must have the same T.
+// A record is 40 bytes and its body, little-endian, and is written and read in place. So T
+// must have the same memory on every machine. It consists of integers of fixed size, floats,
+// arrays and structs, without holes. Its size is a multiple of 8 from 8 to 512 bytes. All
+// replicas must have the same T.
 //
-// An OpLog is not safe for concurrent use. The zero value is not usable; see
-// [NewOpLog].
+// An OpLog is not safe for concurrent use. The zero value is not usable; see [NewOpLog].
 type OpLog[T any] struct {
 	self  Replica
 	cfg   OpLogConfig
-	size  int // of a record
+	size  int // bytes of a record
 	apply func(r Record[T], counts bool)
-	epoch uint64
+	epoch uint64 // the current epoch
 
-	kept    []record[T] // in the order in which they were applied here
-	from    []*origin[T]
-	dropped uint64 // records before kept; the mark of kept[i] is dropped+i+1
-	base    uint64 // the highest epoch that records before kept began
+	kept    []record[T]  // in the order in which they were applied here
+	from    []*origin[T] // origin of kept[i]
+	dropped uint64       // records before kept; the mark of kept[i] is dropped+i+1
+	base    uint64       // the highest epoch of the records before kept
 
 	origins map[Replica]*origin[T]
-	held    int // by all origins
-	known   map[Replica]uint64
+	held    int                // records held by all origins
+	known   map[Replica]uint64 // mark that each known peer has acknowledged
 	stats   OpLogStats
 	scratch []record[T]
 }
 
-// A record is what lies in memory and on the wire.
+// A record is the layout in memory and on the wire.
 type record[T any] struct {
 	Seq   uint64
 	Epoch uint64
@@ -153,16 +150,15 @@ const recordHead = 40
 
 type origin[T any] struct {
 	id      Replica
-	applied uint64 // all up to this one are applied or skipped
-	floor   uint64 // all up to this one are not in kept
-	kept    int
-	held    map[uint64]record[T] // beyond applied+1
+	applied uint64               // records up to this number are applied or skipped
+	floor   uint64               // records up to this number are not in kept
+	kept    int                  // records in OpLog.kept
+	held    map[uint64]record[T] // records after applied+1, by number
 }
 
-// NewOpLog makes an empty log that self appends to. apply is called for each
-// record once, within [OpLog.Append] and [OpLog.Merge], and must not call the
-// log; counts is false when the record's epoch is over. It fails with all that is
-// wrong.
+// NewOpLog makes an empty log to which self appends. apply is called once for each record,
+// within [OpLog.Append] and [OpLog.Merge], and must not call the log. counts is false if the
+// record's epoch is over. The error names all faults.
 func NewOpLog[T any](self Replica, cfg OpLogConfig, apply func(r Record[T], counts bool)) (*OpLog[T], error) {
 	errs := []error{self.Validate(), cfg.Validate(), checkLayout(reflect.TypeFor[T]())}
 	if apply == nil {
@@ -187,10 +183,9 @@ func NewOpLog[T any](self Replica, cfg OpLogConfig, apply func(r Record[T], coun
 	return l, nil
 }
 
-// Append adds an operation of self's, in the current epoch or, for a RESET, the
-// next, applies it and returns it. It fails with [ErrFull] while a peer does not
-// acknowledge, with an error for an unknown operation, and with
-// one when the epochs are used up.
+// Append adds an operation of self in the current epoch, applies it and returns it. A RESET
+// is in the next epoch. The error is [ErrFull] if a peer does not acknowledge. An unknown
+// operation is an error, and so is a RESET after the last epoch.
 func (l *OpLog[T]) Append(op Op, at Stamp, body T) (Record[T], error) {
 	r := record[T]{Epoch: l.epoch, At: at, Op: uint64(op), Body: body}
 	o := l.origins[l.self]
@@ -209,10 +204,10 @@ func (l *OpLog[T]) Append(op Op, at Stamp, body T) (Record[T], error) {
 	return r.of(o.id), nil
 }
 
-// Epoch is the current epoch.
+// Epoch returns the current epoch.
 func (l *OpLog[T]) Epoch() uint64 { return l.epoch }
 
-// Applied is the number of an origin's latest record that was applied here.
+// Applied returns the number of an origin's latest record that was applied or skipped here.
 func (l *OpLog[T]) Applied(r Replica) uint64 {
 	if o := l.origins[r]; o != nil {
 		return o.applied
@@ -220,12 +215,12 @@ func (l *OpLog[T]) Applied(r Replica) uint64 {
 	return 0
 }
 
-// Depth is the backlog: how many records are kept because a known peer has not
-// acknowledged them, or because none is known.
+// Depth returns the backlog: how many records are kept because a known peer has not
+// acknowledged them, or because no peer is known.
 func (l *OpLog[T]) Depth() int { return len(l.kept) }
 
-// Age is how old the oldest record of the backlog is by its stamp, at least 0,
-// and 0 when there is none.
+// Age returns the age of the oldest record of the backlog, by its stamp. It is at least 0,
+// and 0 without records.
 func (l *OpLog[T]) Age(now Stamp) time.Duration {
 	if len(l.kept) == 0 || l.kept[0].At.Physical > now.Physical {
 		return 0
@@ -234,29 +229,29 @@ func (l *OpLog[T]) Age(now Stamp) time.Duration {
 	return time.Duration(min(now.Physical-l.kept[0].At.Physical, most)) * time.Millisecond
 }
 
-// Held is how many records wait for one before them.
+// Held returns how many records wait for a missing earlier record.
 func (l *OpLog[T]) Held() int { return l.held }
 
-// Stats counts what became of records.
+// Stats returns the counts of records.
 func (l *OpLog[T]) Stats() OpLogStats { return l.stats }
 
-// Join names a peer whose acknowledgement records wait for. It joins once; a
-// later incarnation is another peer.
+// Join adds a peer: records are kept until it has acknowledged them. Joining again changes
+// nothing. A later incarnation is another peer.
 func (l *OpLog[T]) Join(peer Replica) {
 	if _, ok := l.known[peer]; !ok && peer != l.self {
 		l.known[peer.kept()] = 0
 	}
 }
 
-// Gone says that a peer's acknowledgement is not waited for any more. Its
-// records stay.
+// Gone says that records no longer wait for a peer's acknowledgement. The peer's own records
+// stay.
 func (l *OpLog[T]) Gone(peer Replica) {
 	delete(l.known, peer)
 	l.compact()
 }
 
-// Ack says that a peer has everything up to a mark of this log's: the since that
-// a session asks Delta for. Unknown peers and older marks change nothing.
+// Ack says that a peer has all records up to a mark of this log: the since with which a
+// session calls Delta. Unknown peers and older marks change nothing.
 func (l *OpLog[T]) Ack(peer Replica, mark uint64) {
 	if acked, ok := l.known[peer]; ok && mark > acked {
 		l.known[peer] = min(mark, l.Mark())
@@ -264,11 +259,11 @@ func (l *OpLog[T]) Ack(peer Replica, mark uint64) {
 	}
 }
 
-// Forget drops what is remembered of an origin that is gone, and with it the
-// knowledge of which of its records were applied: if one of them comes again, it
-// is applied again. So it is for origins that no other log keeps records of and
-// no packet can still bring, ten minutes after they went. It reports false while
-// this log itself keeps or holds records of the origin, or if it is self.
+// Forget drops the state of an origin that is gone. The log then no longer knows which of its
+// records it has applied: if one comes again, it is applied again. So call it only when no
+// other log keeps records of the origin and no packet can bring them, ten minutes after it
+// went. It returns false, and does nothing, while this log keeps or holds records of the
+// origin, or if the origin is self.
 func (l *OpLog[T]) Forget(r Replica) bool {
 	o := l.origins[r]
 	if r == l.self || o != nil && o.kept+len(o.held) > 0 {
@@ -278,13 +273,13 @@ func (l *OpLog[T]) Forget(r Replica) bool {
 	return true
 }
 
-// Mark is the number of the latest record applied here, of any origin. See the
+// Mark returns the number of the latest record applied here, over all origins. See the
 // package comment.
 func (l *OpLog[T]) Mark() uint64 { return l.dropped + uint64(len(l.kept)) }
 
-// Delta appends the records applied after since, in that order, in at most room
-// bytes, and says up to which mark that is complete. Without news it appends
-// nothing. It copies runs of records as they lie in memory.
+// Delta appends the records applied after since, in that order, in at most room bytes. upto
+// is the mark up to which the result is complete. Without new records it appends nothing. It
+// copies runs of records from memory as they are.
 func (l *OpLog[T]) Delta(b []byte, since uint64, room int) (_ []byte, upto uint64) {
 	if since >= l.Mark() {
 		return b, l.Mark()
@@ -321,7 +316,7 @@ func (l *OpLog[T]) Delta(b []byte, since uint64, room int) (_ []byte, upto uint6
 	}
 	upto = l.dropped + uint64(at)
 	if len(b) == head && (l.base == 0 || at < len(l.kept)) {
-		b = b[:start] // says nothing, or not what it was to say
+		b = b[:start] // no record fitted, or a header alone would say nothing
 		if at < len(l.kept) {
 			upto = since
 		}
@@ -329,12 +324,12 @@ func (l *OpLog[T]) Delta(b []byte, since uint64, room int) (_ []byte, upto uint6
 	return b, upto
 }
 
-// Merge takes in what a Delta appended: records that are here already are
-// counted and left, those that follow are applied, and those ahead of one that
-// is missing are held. It keeps nothing of b. When it fails nothing was changed:
-// with [ErrMalformed]; with [ErrGap] or [ErrFull] when a bound refuses, until what
-// is missing has come or a peer has acknowledged; with an error for a record of
-// self's that self did not write.
+// Merge merges a message of a Delta. It counts and ignores known records, applies the next
+// ones, and holds records that come after a missing one. It keeps nothing of b.
+//
+// On an error nothing has changed. The error is [ErrMalformed]; or [ErrGap] until the missing
+// records have come; or [ErrFull] until a peer has acknowledged; or another one for a record
+// of self that self did not write.
 func (l *OpLog[T]) Merge(b []byte) error {
 	base, err := l.eachRun(b, nil)
 	if err != nil {
@@ -358,11 +353,11 @@ func (l *OpLog[T]) Merge(b []byte) error {
 	return err
 }
 
-// admit says whether the records fit into the bounds, all or none.
+// admit returns an error if the records do not all fit into the bounds.
 func (l *OpLog[T]) admit(b []byte) error {
 	type after struct {
 		applied uint64
-		kept    int // records, and held
+		kept    int // records kept and held
 	}
 	fresh, ahead, full := 0, 0, 0
 	will := make(map[Replica]after)
@@ -409,8 +404,8 @@ func (l *OpLog[T]) admit(b []byte) error {
 	return nil
 }
 
-// eachRun takes a message apart. Records lie in it, or in l.scratch, until run
-// returns; with run nil it only looks whether they are well formed.
+// eachRun parses a message. The records that run gets are in the message's memory or in
+// l.scratch, and valid until run returns. With run nil, eachRun only checks the records.
 func (l *OpLog[T]) eachRun(b []byte, run func(id Replica, floor uint64, records []record[T]) error) (base uint64, err error) {
 	m := read("OpLog", formatOpLog, b)
 	if m.Len() == 0 {
@@ -472,8 +467,8 @@ func (o *origin[T]) holds(seq uint64) bool {
 	return ok
 }
 
-// skip goes on behind a floor below which the sender has nothing, by way of
-// what is held.
+// skip skips an origin's records up to a floor: the sender has none up to and including it.
+// It applies held records up to the floor, and then those that follow without a gap.
 func (l *OpLog[T]) skip(o *origin[T], floor uint64) {
 	if floor <= o.applied {
 		return
@@ -493,7 +488,7 @@ func (l *OpLog[T]) skip(o *origin[T], floor uint64) {
 	l.drain(o)
 }
 
-// put applies, holds or leaves a record.
+// put applies, holds or ignores a record.
 func (l *OpLog[T]) put(o *origin[T], r *record[T]) {
 	switch {
 	case r.Seq <= o.applied || o.holds(r.Seq):
@@ -547,7 +542,7 @@ func (l *OpLog[T]) take(o *origin[T], r record[T]) {
 	l.apply(r.of(o.id), counts)
 }
 
-// begin begins an epoch whose RESET is not here.
+// begin begins an epoch whose RESET has not come.
 func (l *OpLog[T]) begin(epoch uint64, at Stamp) {
 	l.epoch = epoch
 	l.apply(Record[T]{Epoch: epoch, At: at, Op: OpReset}, true)
@@ -561,7 +556,7 @@ func (l *OpLog[T]) full(n int) error {
 	return fmt.Errorf("%w: %d records of one origin, want at most %d", ErrFull, n, l.cfg.MaxRecords)
 }
 
-// compact drops what every known peer has acknowledged.
+// compact drops records that every known peer has acknowledged.
 func (l *OpLog[T]) compact() {
 	if len(l.known) == 0 {
 		return

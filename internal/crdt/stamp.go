@@ -11,11 +11,11 @@ import (
 	"time"
 )
 
-// A Stamp is a reading of a hybrid logical clock. Stamps order what has no
-// other order; between replicas they say nothing exact about time.
+// A Stamp is a reading of a hybrid logical clock. Stamps order events that have no other
+// order. Between replicas they are not exact times.
 type Stamp struct {
 	Physical uint64 // milliseconds since 1970
-	Logical  uint64 // tells apart what happened within one Physical
+	Logical  uint64 // orders stamps with the same Physical
 }
 
 // Compare orders stamps: -1, 0 or +1.
@@ -23,14 +23,14 @@ func (s Stamp) Compare(o Stamp) int {
 	return cmp.Or(cmp.Compare(s.Physical, o.Physical), cmp.Compare(s.Logical, o.Logical))
 }
 
-// Time is the physical part as a wall time in UTC, without the logical one. A
-// part that no time.Time in milliseconds can hold counts as the last that can.
+// Time returns the physical part as a wall time in UTC, without the logical part. A physical
+// part that is too large becomes the latest possible time.
 func (s Stamp) Time() time.Time { return time.UnixMilli(int64(min(s.Physical, math.MaxInt64))).UTC() }
 
 func (s Stamp) String() string { return fmt.Sprintf("%d.%d", s.Physical, s.Logical) }
 
-// next is the earliest stamp after s. The logical part carries over into the
-// physical one; at the end of both, which no clock reaches, it stays.
+// next returns the earliest stamp after s. The logical part overflows into the physical one.
+// The last possible stamp, which no clock reaches, stays as it is.
 func (s Stamp) next() Stamp {
 	switch {
 	case s.Logical < math.MaxUint64:
@@ -41,7 +41,7 @@ func (s Stamp) next() Stamp {
 	return s
 }
 
-// After is s, or the earliest stamp after o if s is not later than that.
+// After returns s if it is later than o, and otherwise the earliest stamp after o.
 func (s Stamp) After(o Stamp) Stamp {
 	if s.Compare(o) > 0 {
 		return s

@@ -28,8 +28,8 @@ func (t *table[K, V]) get(k K) V {
 	return zero
 }
 
-// put stores a value that is news. A key that is not there yet must be the
-// table's to keep.
+// put stores a changed value. The table keeps a new key: its memory must not be part of a
+// message.
 func (t *table[K, V]) put(k K, v V) {
 	c := t.at[k]
 	if c == nil {
@@ -40,14 +40,14 @@ func (t *table[K, V]) put(k K, v V) {
 	t.changes.Touch(c)
 }
 
-// drop forgets a key, and makes no change that a peer hears of.
+// drop forgets a key. It makes no change, so peers are not told.
 func (t *table[K, V]) drop(k K) {
 	t.changes.Remove(t.at[k])
 	delete(t.at, k)
 }
 
-// all yields the entries in the order of their latest change. What is yielded may be
-// dropped.
+// all yields the entries in the order of their latest change. The caller may drop the
+// yielded entry.
 func (t *table[K, V]) all() iter.Seq2[K, V] {
 	return func(yield func(K, V) bool) {
 		for c := t.changes.First(); c != nil; {
@@ -60,8 +60,8 @@ func (t *table[K, V]) all() iter.Seq2[K, V] {
 	}
 }
 
-// delta appends what changed after since, oldest first, in at most room bytes,
-// or nothing.
+// delta appends the rows that changed after since, oldest change first, in at most room
+// bytes, or nothing. upto is the mark up to which the result is complete.
 func (t *table[K, V]) delta(b []byte, format byte, since uint64, room int, row func([]byte, K, V) []byte) (_ []byte, upto uint64) {
 	c := t.changes.After(since)
 	if c == nil {

@@ -11,18 +11,17 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-// Class says why a delivery is to be dead-lettered. Each class has credits of
-// its own. A value other than the two below makes a method of [Budget] panic.
+// Class says why a delivery is dead-lettered. Each class has its own credits. Any value other
+// than the two below makes a method of [Budget] panic.
 type Class uint8
 
 const (
-	// Exhausted is a delivery whose attempts are used up, and nothing else is known.
-	// In an outage that is every delivery, so its balance is small.
+	// Exhausted is a delivery whose attempts are used up, without a proof that it is poison.
+	// In an outage every delivery is Exhausted, so the balance is small.
 	Exhausted Class = iota
-	// Permanent is a delivery that is shown to be poison: its handler or its error
-	// called it hopeless, or it failed where others succeeded. An outage shows
-	// that of nobody; a deploy with a bug or a producer gone wrong may show it of
-	// every delivery.
+	// Permanent is a delivery that is proven to be poison: its handler or its error called it
+	// hopeless, or it failed where others succeeded. An outage makes no delivery Permanent. A
+	// deploy with a bug or a faulty producer may make every delivery Permanent.
 	Permanent
 
 	classes = iota
@@ -39,39 +38,39 @@ func (c Class) String() string {
 	return "Class(" + strconv.Itoa(int(c)) + ")"
 }
 
-// credits are counted in millionths, so that ten times 0.1 is 1.
+// credits counts millionths of a credit, so that ten times 0.1 is 1.
 type credits uint64
 
 const credit credits = 1e6
 
 func toCredits(n float64) credits { return credits(math.Round(n * float64(credit))) }
 
-// Budget bounds what one source may dead-letter: successes earn credits up to
-// a small balance, and a dead letter costs one. From a full balance and without
-// a success or a grant, a class spends at most Balance + t/FreeEvery in a time
-// t, whatever the detector and the breaker have seen.
+// Budget bounds the dead letters of one source. Successes earn credits up to a small balance,
+// and a dead letter costs one credit. Without a success or a grant, a class with a full
+// balance spends at most Balance + t/FreeEvery in a time t. The detector and the breaker do
+// not change that bound.
 //
-// What is refused is not lost: it stays unsettled and waits for a success, the
-// instant that [Budget.Next] gives, or an operator's [Budget.Grant].
+// A refused delivery is not lost. It stays unsettled and waits for a success, for the instant
+// that [Budget.Next] returns, or for an operator's [Budget.Grant].
 //
-// Instants are monotonic durations since an origin of the caller's choice. No
-// method allocates or takes more than a few nanoseconds, and a Budget starts
-// no goroutine. Its methods must not be called concurrently: the source calls
-// them under its own lock.
+// Instants are monotonic durations since an origin that the caller chooses. No method
+// allocates or takes more than a few nanoseconds, and a Budget starts no goroutine. Its
+// methods must not be called concurrently: the source calls them under its own lock.
 type Budget struct {
 	off     bool
-	every   time.Duration
+	every   time.Duration // between two free credits
 	pools   [classes]pool
-	gift    credits // granted; for any class
-	total   uint64  // the success counter as last read
+	gift    credits // granted and not spent, for any class
+	total   uint64  // the success counter at the latest call
 	ignored uint64
 	spent   uint64
 	refused uint64
 }
 
+// A pool is the balance of one class.
 type pool struct {
-	has, most, earn credits
-	free            time.Duration // the next free credit, while spent
+	has, most, earn credits       // present balance, largest balance, credits per success
+	free            time.Duration // when the next free credit comes, while the balance is spent
 }
 
 // New returns a budget with full balances. The error is that of
@@ -92,13 +91,13 @@ func New(c dlq.BudgetConfig, stormRate float64) (*Budget, error) {
 	return b, nil
 }
 
-// Successes takes the number of deliveries handled with success, retried ones
-// included, counted elsewhere since the budget was made. Those since the last
-// call earn, for both classes and up to their balances.
+// Successes takes the caller's counter of deliveries that were handled with success since the
+// budget was made, retried ones included. Successes since the last call earn credits for both
+// classes, up to their balances.
 //
-// A total smaller than the last is ignored, and counted by [Budget.Ignored]:
-// nothing is earned until it is past the last. So neither a stale read nor a
-// counter that restarts or wraps around can earn twice.
+// A total smaller than the last one is ignored, and counted by [Budget.Ignored]. Nothing is
+// earned until a total is above the last one. So neither a stale read nor a counter that
+// restarts or wraps around can earn twice.
 func (b *Budget) Successes(total uint64) {
 	if total <= b.total {
 		if total < b.total {
@@ -119,26 +118,24 @@ func (b *Budget) Successes(total uint64) {
 	}
 }
 
-// Paid is a credit that was spent, and knows where it came from. The zero value
-// is none.
+// Paid is a spent credit that remembers where it came from. The zero value is no credit.
 type Paid struct {
 	class     Class
-	own, gift credits // a free one counts as its class's own
+	own, gift credits // parts from the class's balance and from the gift; a free credit is own
 }
 
-// Spend takes one credit of the class and reports whether it had one. Its own
-// balance is used first, then what was granted, then the free credit if that is
-// due. False means that the delivery must not be dead-lettered now.
+// Spend takes one credit of the class and returns whether it had one. It uses the class's
+// balance first, then granted credits, then the free credit if that is due. False means that
+// the delivery must not be dead-lettered now.
 //
-// Spend before the dead letter is written. If the write fails, retry it under
-// the same credit. For a decision that may not be carried out use [Budget.Pay].
+// Spend before the dead letter is written. If the write fails, retry it under the same
+// credit. For a decision that may be dropped use [Budget.Pay].
 func (b *Budget) Spend(now time.Duration, class Class) bool {
 	_, ok := b.Pay(now, class)
 	return ok
 }
 
-// Pay is Spend, for a caller that may have to give the credit back: by
-// [Budget.Refund].
+// Pay is Spend for a caller that may have to give the credit back with [Budget.Refund].
 func (b *Budget) Pay(now time.Duration, class Class) (Paid, bool) {
 	p := &b.pools[class]
 	paid := Paid{class: class, own: credit}
@@ -166,10 +163,10 @@ func (b *Budget) Pay(now time.Duration, class Class) (Paid, bool) {
 	return paid, true
 }
 
-// Refund gives back, once, a credit that Pay took for a dead letter that was then
-// not written, to where it came from: what was granted is granted again. It cannot
-// raise the balance over its maximum, so what successes have earned meanwhile takes
-// the place of what was earned before, and none is ever minted.
+// Refund gives back a credit that Pay took for a dead letter that was then not written. Call
+// it once for each credit. The credit goes to where it came from: a granted one is granted
+// again. Refund cannot raise a balance over its maximum: if successes have filled the balance
+// meanwhile, the credit is lost. So it never creates credits.
 func (b *Budget) Refund(paid Paid) {
 	if paid == (Paid{}) {
 		return
@@ -181,8 +178,8 @@ func (b *Budget) Refund(paid Paid) {
 	}
 }
 
-// Next tells a class that is spent when its next free credit comes; a success
-// may come sooner. It reports false, and now, if Spend would be granted now.
+// Next returns when the next free credit of a spent class comes; a success may earn one
+// sooner. It returns now and false if Spend would take a credit now.
 func (b *Budget) Next(now time.Duration, class Class) (at time.Duration, wait bool) {
 	p := &b.pools[class]
 	if b.off || p.has+b.gift >= credit || now >= p.free {
@@ -191,43 +188,40 @@ func (b *Budget) Next(now time.Duration, class Class) (at time.Duration, wait bo
 	return p.free, true
 }
 
-// mostGift bounds what is granted and not spent.
+// mostGift bounds the credits that are granted and not spent.
 const mostGift = 1e12
 
-// Grant adds n credits, an operator's gift, to be spent by whichever class runs
-// out first. They lie beside the balances, so they are not cut at the maximum
-// and do not expire: a grant of 1000 lets exactly 1000 more through. A grant
-// that is not a number above zero does nothing, and the gift as a whole is cut
-// at 1e12 credits.
+// Grant adds n credits, an operator's gift. The class that runs out first spends them. They
+// are separate from the balances, so they are not cut at a maximum balance and do not expire:
+// a grant of 1000 allows exactly 1000 more dead letters. If n is not a number above zero,
+// Grant does nothing. The gift in total is cut at 1e12 credits.
 func (b *Budget) Grant(n float64) {
 	if n > 0 {
 		b.gift = min(b.gift+toCredits(min(n, mostGift)), toCredits(mostGift))
 	}
 }
 
-// Balance is what the class could spend now, granted credits included and a
-// free one not. A budget that is off keeps its starting balance.
+// Balance returns how many credits the class could spend now, with granted credits and
+// without a free one. A budget that is off keeps its first balance.
 func (b *Budget) Balance(class Class) float64 {
 	return float64(b.pools[class].has+b.gift) / float64(credit)
 }
 
-// Continue returns a copy for the caller's next counter of successes, which
-// starts at 0: what a source had left when it ended is what it begins with when
-// it comes back. b must not be used any more.
+// Continue returns a copy for a new counter of successes, which starts at 0. So a source that
+// comes back begins with the credits that it had left. b must not be used any more.
 func (b *Budget) Continue() *Budget {
 	next := *b
 	next.total = 0
 	return &next
 }
 
-// Spent is the number of credits taken and not given back, over both classes.
+// Spent returns the number of credits taken and not given back, over both classes.
 func (b *Budget) Spent() uint64 { return b.spent }
 
-// Refused is the number of times that there was no credit, over both classes.
-// A caller that asks again for a waiting delivery is counted again.
+// Refused returns how often there was no credit, over both classes. A caller that asks again
+// for a waiting delivery is counted again.
 func (b *Budget) Refused() uint64 { return b.refused }
 
-// Ignored is the number of totals that [Budget.Successes] ignored because they
-// were smaller than an earlier one. More than zero is a fault of the caller's
-// counter.
+// Ignored returns how many totals [Budget.Successes] ignored because they were smaller than
+// an earlier one. More than zero is a fault of the caller's counter.
 func (b *Budget) Ignored() uint64 { return b.ignored }

@@ -5,16 +5,16 @@ package credit
 
 import "time"
 
-// Saved is what a budget leaves to the next process, whose clock goes on where this one's
-// would be.
+// Saved is the state of a budget for the next process. The next process's clock must continue
+// this process's clock.
 type Saved struct {
 	Has  [classes]uint64        `json:"has"`  // millionths of a credit, by class
 	Free [classes]time.Duration `json:"free"` // when the next free credit comes
 	Gift uint64                 `json:"gift,omitempty"`
 }
 
-// Save is what the next process has to know, and false if that is nothing: full balances
-// and no gift.
+// Save returns the state for the next process. It returns false if there is nothing to save:
+// full balances and no gift.
 func (b *Budget) Save() (s Saved, ok bool) {
 	for i, p := range b.pools {
 		s.Has[i], s.Free[i] = uint64(p.has), p.free
@@ -24,7 +24,8 @@ func (b *Budget) Save() (s Saved, ok bool) {
 	return s, !b.off && (ok || s.Gift > 0)
 }
 
-// Restore takes up what an earlier process saved. No balance gets above its maximum, and no free credit is further away than FreeEvery.
+// Restore sets the state that an earlier process saved. No balance exceeds its maximum, and no
+// free credit is further away than FreeEvery.
 func (b *Budget) Restore(now time.Duration, s Saved) {
 	for i := range b.pools {
 		p := &b.pools[i]

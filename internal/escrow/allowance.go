@@ -9,26 +9,28 @@ import (
 	"time"
 )
 
-// An allowance is what one member can have lent this node of one key. A member lends
-// own tokens only, so it is a bucket of the member's share: it holds the member's part
-// of the burst, fills at its part of the rate, and takes back what is returned. What
-// is lent beyond it is not taken, whatever the packet says.
+// An allowance bounds how much one member can have lent this node of one key. A member lends
+// only own tokens. So the allowance is a token bucket of the member's share: it holds the
+// member's part of the burst, fills at its part of the rate, and takes returned tokens back.
+// Loans beyond the allowance are refused, whatever the packet says.
 //
-// An honest lender never gets there. At any instant its level and what it has lent are
-// within its part of the burst; so all that it can lend from then on is that, what it
-// mints, and what comes back. It belongs to the name: a lender that starts again
-// mints from nothing.
+// While configurations agree and nothing is refunded, an honest lender never exceeds it. At
+// any instant its level plus its loans are within its part of the burst. From then on it can
+// lend only that, newly minted tokens, and returned tokens. grant has the exceptions. The
+// allowance belongs to the name, not to an incarnation: a lender that starts
+// again begins with nothing.
 type allowance struct {
-	left    int64 // micro-tokens
-	cap     int64
-	rate    uint64 // nano-tokens per second
-	at      time.Duration
-	over    int64  // refused since the bucket was last full
-	rosters uint64 // of the node, when cap and rate were found
-	resets  uint64 // of the configuration, then
+	left    int64         // micro-tokens
+	cap     int64         // the member's part of the burst, micro-tokens
+	rate    uint64        // nano-tokens per second
+	at      time.Duration // when left was computed
+	over    int64         // micro-tokens refused since the bucket was last full
+	rosters uint64        // Node.rosters when cap and rate were computed
+	resets  uint64        // Configuration.Resets for which left was filled
 }
 
-// allowanceOf is the allowance of a lender, filled up to now. It is made if need be.
+// allowanceOf returns the allowance of a lender, filled up to now, and makes it if there is
+// none.
 func (r *row) allowanceOf(n *Node, name string) *allowance {
 	a := r.lenders[name]
 	if a == nil {
@@ -36,7 +38,7 @@ func (r *row) allowanceOf(n *Node, name string) *allowance {
 		a.cap, a.rate = n.shareOf(r, name)
 		a.left, a.rosters = a.cap, n.rosters
 		if a.cap == 0 {
-			return a // nothing to remember
+			return a // an empty bucket need not be remembered
 		}
 		if r.lenders == nil {
 			r.lenders = map[string]*allowance{}
@@ -49,7 +51,7 @@ func (r *row) allowanceOf(n *Node, name string) *allowance {
 		a.rosters = n.rosters
 		a.cap, a.rate = n.shareOf(r, name)
 		if resets := n.newest().Resets; resets > a.resets {
-			a.left, a.resets = a.cap, resets // all buckets were filled
+			a.left, a.resets = a.cap, resets // the reset filled all buckets
 		}
 		a.left = min(a.left, a.cap)
 	}
@@ -63,7 +65,7 @@ func (a *allowance) fill(now time.Duration) {
 	} else {
 		more, rest := bits.Div64(hi, lo, nanosPerMicro)
 		if more == 0 && rest > 0 && a.left < a.cap {
-			return // or small steps would round the rate away
+			return // otherwise many small steps would round the rate down to nothing
 		}
 		a.left = min(a.cap, plus(a.left, int64(min(more, maxValue))))
 	}
@@ -73,8 +75,8 @@ func (a *allowance) fill(now time.Duration) {
 	}
 }
 
-// shareOf is the most that a name has of a key in any configuration that counts. Its clock
-// and ours may differ by twice what each may be off.
+// shareOf returns the largest share that a name has of a key in any configuration in force.
+// The rate is raised: its clock and ours may differ by twice the drift of each.
 func (n *Node) shareOf(r *row, name string) (burst int64, rate uint64) {
 	var nanos int64
 	for i, t := range n.terms {
@@ -92,7 +94,8 @@ func (n *Node) shareOf(r *row, name string) (burst int64, rate uint64) {
 	return burst, uint64(nanos) + uint64(nanos)*3*drift/1e6
 }
 
-// grant is how much of a loan the lender can have given.
+// grant returns how much of a loan the lender's allowance covers, and takes that from the
+// allowance.
 func (e *entry) grant(amount int64) (taken int64) {
 	n, name := e.peer.node, e.peer.id.Name
 	a := e.row.allowanceOf(n, name)
@@ -103,8 +106,9 @@ func (e *entry) grant(amount int64) (taken int64) {
 		return taken
 	}
 	a.over = plus(a.over, refused)
-	// One who knows a later configuration may have more by it; and loans of an earlier one
-	// may still be on their way. And a lender may have given tokens back, see Refund.
+	// An honest lender may exceed its allowance. With a later configuration it may have a
+	// larger share. Loans of an earlier configuration may still be on their way. And the
+	// lender may have refunded tokens, see Refund.
 	if e.peer.configuration <= n.newest().Number && n.now >= n.termsTill && a.over > a.cap {
 		n.refused.Loans++
 		n.broke(name)
@@ -112,15 +116,15 @@ func (e *entry) grant(amount int64) (taken int64) {
 	return taken
 }
 
-// giveUp puts back what was returned unspent.
+// giveUp puts tokens that were returned unspent back into the lender's allowance.
 func (e *entry) giveUp(amount int64) {
 	if a := e.row.lenders[e.peer.id.Name]; a != nil {
 		a.left = min(a.cap, plus(a.left, amount))
 	}
 }
 
-// paid tells whether no lender's allowance would be another if the row were made anew,
-// and forgets those.
+// paid forgets full allowances, and tells whether all were full. Then a new row would have
+// the same allowances.
 func (r *row) paid(now time.Duration) bool {
 	for name, a := range r.lenders {
 		if a.fill(now); a.left == a.cap {
@@ -130,7 +134,7 @@ func (r *row) paid(now time.Duration) bool {
 	return len(r.lenders) == 0
 }
 
-// maxBroke bounds the names that are remembered for breaking the books.
+// maxBroke bounds the names in Stats.Broke.
 const maxBroke = 64
 
 func (n *Node) broke(name string) {
@@ -142,7 +146,7 @@ func (n *Node) broke(name string) {
 	}
 }
 
-// plus is a + b, at most what there is room for. a is not negative.
+// plus returns a + b, at most math.MaxInt64. a is not negative.
 func plus(a, b int64) int64 {
 	if b > 0 && a > math.MaxInt64-b {
 		return math.MaxInt64
@@ -150,7 +154,7 @@ func plus(a, b int64) int64 {
 	return a + b
 }
 
-// A total is a sum over all keys, which may be more than an int64 holds.
+// A total is a sum over all keys, which may exceed an int64.
 type total struct {
 	hi int64
 	lo uint64
@@ -163,7 +167,7 @@ func (t *total) add(x int64) {
 
 func (t *total) some() bool { return t.hi > 0 || t.hi == 0 && t.lo > 0 }
 
-// value is the sum, at most what there is room for.
+// value returns the sum, at most math.MaxInt64.
 func (t *total) value() int64 {
 	if t.hi > 0 || t.lo > math.MaxInt64 {
 		return math.MaxInt64

@@ -9,18 +9,18 @@ import (
 	"time"
 )
 
-// A KeyView is a key and how it stands here.
+// A KeyView is a key and its state at one node.
 type KeyView struct {
 	Key string
 	View
 }
 
-// Admitted is how many tokens of the key this node has spent since it began, in
-// micro-tokens.
+// Admitted returns how many micro-tokens of the key this node has spent. It starts at 0
+// again after the node has forgotten an idle key.
 func (v View) Admitted() int64 { return v.Sums.Own + v.Sums.Borrowed }
 
-// Busiest are the most keys of which this node has spent most, the busiest first,
-// and at most n. It looks at all keys: some 50 ns each.
+// Busiest returns the keys of which this node has spent most tokens, the busiest first, and
+// at most the given number. It looks at all keys: some 50 ns each.
 func (n *Node) Busiest(now time.Duration, most int) []KeyView {
 	n.advance(now)
 	spent := func(r *row) int64 { return r.sum.Own + r.sum.Borrowed + r.pooled - r.leftInPool() }
@@ -40,7 +40,7 @@ func (n *Node) Busiest(now time.Duration, most int) []KeyView {
 	return views
 }
 
-// leftInPool are the micro-tokens of pooled that are still there.
+// leftInPool is the part of pooled that is still in the pool, in micro-tokens.
 func (r *row) leftInPool() int64 {
 	if r.pooled == 0 {
 		return 0
@@ -48,7 +48,7 @@ func (r *row) leftInPool() int64 {
 	return r.pool.left() * micro
 }
 
-// Busiest is that of [Node.Busiest], under the set's lock.
+// Busiest is [Node.Busiest], under the set's lock.
 func (s *Set) Busiest(most int) []KeyView {
 	if s.pool != nil {
 		return s.pool.busiest(most)

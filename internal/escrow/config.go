@@ -21,51 +21,51 @@ type Limit struct {
 	Burst int
 }
 
-// Config is what an operator may set from a file, a flag or the environment.
-// All nodes of a fleet must have the same, or they refuse each other's packets.
-// Limit has no default; everything else may be left out.
+// Config holds the settings that an operator may set from a file, a flag or the
+// environment. All nodes of a fleet must have the same Config, or they refuse each other's
+// packets. Limit has no default; everything else may be left out.
 //
-// Limit, Limits and Roster are those with which the fleet began. While it runs they
-// change by a [Configuration], and a node that starts later is still given the first
-// ones, or those that it is to have while it waits (Provisional).
+// Limit, Limits and Roster are the initial ones of the fleet. While it runs a
+// [Configuration] changes them. A node that starts later still gets the initial ones, or
+// with Provisional those that it uses while it waits.
 type Config struct {
 	// Fleet is the name of a fleet whose configuration changes while it runs; see
-	// [Node.Adopt]. Nodes of different fleets refuse each other's packets. A node
-	// that is not in the roster may start then, and mints when a configuration says so.
-	// Unset means that Limit, Limits and Roster stay what they are.
+	// [Node.Adopt]. Nodes of different fleets refuse each other's packets. With Fleet a node
+	// that is not in the roster may start, and mints when a configuration says so.
+	// Unset means that Limit, Limits and Roster never change.
 	Fleet string
 
-	// Provisional says that Limit, Limits and Roster are no decision of the fleet, but
-	// what this node has while it waits for one: its configuration is number 0, and the first
-	// decided one is number 1. Nodes with different ones do not refuse each other. It
-	// needs Fleet, and a fence from the start, see [Node.Mint].
+	// Provisional says that the fleet did not decide Limit, Limits and Roster: this node
+	// uses them while it waits for a decision. They have configuration number 0, and the
+	// first decided configuration has number 1. Nodes with different provisional values do
+	// not refuse each other. It needs Fleet, and a fence from the start, see [Node.Mint].
 	Provisional bool
 
-	// Limit is that of each key that Limits does not name.
+	// Limit is the limit of each key that Limits does not name.
 	Limit Limit
 
-	// Limits are those of keys that have their own.
+	// Limits are the limits of single keys.
 	Limits map[string]Limit
 
 	// Strategy says how the processes share a limit. Unset means [Escrow].
 	Strategy Strategy
 
-	// Roster says who mints. Unset means that there is one node, which has it all
-	// and hears nobody.
+	// Roster says who mints. Unset means a single node, which has the whole limit and no
+	// peers.
 	Roster Roster
 
-	// MaxKeys bounds the keys that are known at a time; a key that lies idle is
-	// forgotten. In [1, 10000000]; unset means 100,000. Above it new keys are
-	// refused: nothing is admitted for them. Keys that only peers use are a quarter of
-	// it at most, and an eighth for one peer, or 1,024 if that is more.
+	// MaxKeys bounds the known keys; idle keys are forgotten. In [1, 10000000]; unset means
+	// 100,000. Above it new keys are refused: nothing is admitted for them. Keys that only
+	// peers use fill a quarter of it at most, and an eighth for one peer; 1,024 are always
+	// allowed.
 	MaxKeys int
 
-	// OnSilence says what becomes of the share of a node that is not heard. Unset
-	// means that it is held for that node, which keeps the bound.
+	// OnSilence says what happens to the share of a node that is not heard. Unset means
+	// [Hold], which keeps the bound.
 	OnSilence Silence
 
-	// UntilJoined says what becomes of admissions before the node may mint. Unset
-	// means that they are denied.
+	// UntilJoined says what happens to admissions before the node may mint. Unset means
+	// [Deny].
 	UntilJoined Joining
 }
 
@@ -77,86 +77,85 @@ const (
 	// use. It keeps Burst + Rate·T.
 	Escrow Strategy = "escrow"
 
-	// Pooled is optimistic: each process has the whole bucket, and takes from it what
-	// all of them say that they have used. The full burst is to be had anywhere at once,
-	// and the others use the part of one that leaves. One that crashes is assumed to use
-	// its part, Rate/N, until its name is back or evicted. A learner cannot be evicted: its
-	// part is free again after 10 min of silence. Weights, owners and loans mean
-	// nothing to it. OnSilence must be Hold and UntilJoined Deny.
+	// Pooled is optimistic: each process has the whole bucket, and subtracts the use that
+	// all processes report. So any process can use the full burst at once. When a process
+	// leaves, the others use its part. A crashed process is assumed to use its part, Rate/N,
+	// until its name is back or evicted. A learner cannot be evicted: its part is free again
+	// after 10 min of silence. Pooled ignores weights, owners and loans. OnSilence must be
+	// Hold and UntilJoined Deny.
 	//
-	// It is not strict. With N processes, rate R, burst B, and d from a use to its
-	// arrival at a peer, the fleet admits more than B + R·T by up to
+	// It is not strict. N is the number of processes, R the rate, B the burst, and d the time
+	// from a use to its arrival at a peer. The fleet admits more than B + R·T by up to
 	//
 	//	(N-1)·R·d            while it is busy
 	//	(N-1)·(B + R·d)      when all begin at the same instant after a rest
-	//	(P-1)·(B + R·150ms)  at each split into P sides; afterwards a peer that is not
-	//	                     heard is assumed to use R/N, so the sides share the rate
+	//	(P-1)·(B + R·150ms)  at each split into P sides; afterwards a silent peer is
+	//	                     assumed to use R/N, so the sides share the rate
 	//	(P-1)·R·(T-10min)    at a split that lasts for a longer T, if there are learners
 	//
-	// A process that starts in a split knows of nobody on the other side: it may admit
-	// B + R·T by itself. What a peer was assumed to use is not given back when it is
-	// heard again.
+	// A process that starts in a split does not know the processes on the other side: it may
+	// admit B + R·T by itself. The assumed use of a silent peer is not given back when the
+	// peer is heard again.
 	Pooled Strategy = "pooled"
 )
 
-// A Silence is what becomes of the share of a node that is not heard.
+// A Silence says what happens to the share of a node that is not heard.
 type Silence struct {
 	// Policy is Hold if unset.
 	Policy SilencePolicy
-	// After is how long a node must be silent before its share of the rate is taken
-	// over. In a large fleet what it rests is added, see crdt.Contact. In [1s, 1h], with
-	// TakeOver only; unset means 5 s there.
+	// After is how long a node must be silent before its share of the rate is taken over.
+	// In a large fleet the node's Rest is added, see crdt.Contact. Only with TakeOver, in
+	// [1s, 1h]; unset means 5 s.
 	After time.Duration
 }
 
-// A SilencePolicy is what is done about nodes that are not heard.
+// A SilencePolicy is how a node treats nodes that it does not hear.
 type SilencePolicy string
 
 const (
-	// Hold is the default: the share waits for its name. It keeps the bound, and is
-	// refused for rosters whose names are [Roster.Unstable].
+	// Hold is the default: the share stays unused until its name is back. It keeps the
+	// bound. It is refused for rosters whose names are [Roster.Unstable].
 	Hold SilencePolicy = "hold"
 
-	// Majority means that who agrees on configurations gives the share to others, when
-	// most of the roster has agreed that the node is fenced. The limiter's part is the
-	// fence, [Node.Mint].
+	// Majority means that the fleet's configuration gives the share to others, once most of
+	// the roster has agreed that the node is fenced. The limiter only has the fence,
+	// [Node.Mint].
 	Majority SilencePolicy = "majority"
 
-	// TakeOver means that every node that neither hears another nor finds its own
-	// packets answered for After mints for it: its weight over the sum of the weights
-	// of all that it hears and itself, of the whole rate, until the first packet that
-	// it hears of any of them. Caps stay, so it brings no burst, and small limits stay
-	// at their owners.
+	// TakeOver means that every node mints for silent members. A member is silent if for the
+	// time After no packet from it came and it answered no packet of the node. The node then
+	// mints this part of the whole rate: its own weight over the sum of the weights of itself
+	// and of all members that are not silent. The first packet from a silent member ends that
+	// for its weight. Caps do not change, so TakeOver adds no burst, and small limits stay at
+	// their owners.
 	//
-	// It is not strict. P sides of a split admit up to (P-1)·(Burst + Rate·(T-After))
-	// more, each time that the network flaps. T is the longest time for which two nodes
-	// take in nothing of each other. With internal/gossip that is the split and 0.1 s more;
-	// after a split of 10 s or longer, up to 5.1 s more, and after one of an hour 50 s,
-	// since lost peers are tried every 1 to 5 s, and later ten times as rarely.
+	// It is not strict. Each time the network flaps, P sides of a split admit up to
+	// (P-1)·(Burst + Rate·(T-After)) more. T is the longest time for which two nodes merge no
+	// packet of each other. With internal/gossip that is 0.1 s longer than the split, but up
+	// to 5.1 s longer after a split of 10 s or more, and up to 50 s longer after one of an
+	// hour. The reason: lost peers are tried every 1 to 5 s, and later ten times as rarely.
 	TakeOver SilencePolicy = "takeover"
 )
 
-// A Joining is what becomes of admissions before a node may mint: until whatever an
-// earlier incarnation has lent is over, and until a fence that stood from the start is
-// lifted.
+// A Joining says what happens to admissions before a node may mint: until the loans of an
+// earlier incarnation are over, and until a fence that was set from the start is lifted.
 type Joining string
 
 const (
-	// Deny is the default: what cannot be borrowed is denied. It fails closed.
+	// Deny is the default: only borrowed tokens are admitted. It fails closed.
 	Deny Joining = "deny"
 
-	// Open admits from a bucket of the node's own meanwhile, as large as its share
-	// in the newest configuration that it knows. It fails open: each start of a process
-	// admits up to its share of Burst + Rate·T more, where T is how long it takes
-	// until it may mint. Who has no share yet is denied, and who waits for loans or the
-	// own mint goes on waiting.
+	// Open fails open: meanwhile the node admits from an extra bucket, as large as its share
+	// in the newest configuration that it knows. Each start of a process admits up to its
+	// share of Burst + Rate·T more, where T is the time until it may mint. A node without a
+	// share denies. A Wait that the bucket cannot admit at once waits for loans or minting.
 	Open Joining = "open"
 )
 
-// MaxKey is the longest key, in bytes. Longer ones are refused.
+// MaxKey is the length of the longest key, in bytes. Longer keys are refused.
 const MaxKey = 128
 
-// micro is a token in the unit of all books.
+// micro is one token in micro-tokens, the unit of all amounts.
 const micro = 1_000_000
 
 const maxBurst = 1_000_000_000
@@ -173,8 +172,8 @@ func (c Config) WithDefaults() Config {
 	return c
 }
 
-// Validate reports everything that is wrong with c at once, as an error that is
-// [ErrConfig], or nil. Unset fields are judged as their defaults.
+// Validate checks all fields, and returns nil or one error that is [ErrConfig] and names
+// all faults. Unset fields are checked as their defaults.
 func (c Config) Validate() error {
 	var wrong []error
 	bad := func(field string, value any, want string) {
@@ -255,8 +254,8 @@ func (c Config) checkStrategy(bad func(field string, value any, want string)) {
 	}
 }
 
-// Warnings names what is allowed and will not work well, one sentence each;
-// package fleet logs them.
+// Warnings describes valid settings that will not work well, one sentence each. Package
+// fleet logs them.
 func (c Config) Warnings() []string {
 	if len(c.Roster.Members) <= 1 || c.Strategy == Pooled {
 		return nil
@@ -286,7 +285,7 @@ func sorted(m map[string]Limit) []string {
 
 func validKey(key string) bool { return key != "" && len(key) <= MaxKey }
 
-// fingerprint is of what all nodes must agree on.
+// fingerprint is a hash of the settings that all nodes must have in common.
 func (c Config) fingerprint() uint32 {
 	h := fnv.New32a()
 	if c.Provisional {

@@ -12,29 +12,29 @@ import (
 	"time"
 )
 
-// A Configuration is what a fleet has decided: the limits and who mints how much of
-// them. A fleet begins with one, [Config.Configuration], and each change is a whole new
-// one. Who decides, and how, is not the limiter's business; it is told with
-// [Node.Adopt] and [Node.Complete].
+// A Configuration is a decision of a fleet: the limits, and who mints how much of them. A
+// fleet begins with [Config.Configuration], and each change is a new, whole configuration.
+// The limiter does not decide. Its caller hands it decisions with [Node.Adopt] and
+// [Node.Complete].
 type Configuration struct {
 	// Number is 1 for the initial configuration, and one more with each change. Two
-	// configurations of one number are a mistake that is refused.
+	// different configurations with one number are a mistake, which is refused.
 	Number uint64
 
-	// Limit and Limits are those of [Config]. A key that Limits names no more has
-	// Limit.
+	// Limit and Limits are as in [Config]. A key that Limits no longer names has Limit.
 	Limit  Limit
 	Limits map[string]Limit
 
 	// Roster says who mints.
 	Roster Roster
 
-	// Resets is how often all buckets were filled up. A node that adopts a configuration
-	// with more than it has seen fills all that it knows, once.
+	// Resets counts how often all buckets were filled up. A node that adopts a configuration
+	// with a higher count fills all keys that it knows, once.
 	Resets uint64
 }
 
-// Configuration is the initial one, of number 1; or of number 0 if c is Provisional.
+// Configuration returns the initial configuration. It has number 1, or 0 if c is
+// Provisional.
 func (c Config) Configuration() Configuration {
 	number := uint64(1)
 	if c.Provisional {
@@ -43,7 +43,7 @@ func (c Config) Configuration() Configuration {
 	return Configuration{Number: number, Limit: c.Limit, Limits: maps.Clone(c.Limits), Roster: c.Roster}
 }
 
-// validate reports everything that is wrong with c.
+// validate reports all faults of c.
 func (c Configuration) validate() error {
 	err := Config{Limit: c.Limit, Limits: c.Limits, Roster: c.Roster, OnSilence: Silence{Policy: Majority}}.Validate()
 	if c.Number == 0 {
@@ -52,7 +52,7 @@ func (c Configuration) validate() error {
 	return err
 }
 
-// digest tells two configurations of one number apart.
+// digest is a hash that differs for two configurations with one number.
 func (c Configuration) digest() uint32 {
 	h := fnv.New32a()
 	_, _ = fmt.Fprint(h, c.Number, c.Resets, Config{Limit: c.Limit, Limits: c.Limits, Roster: c.Roster}.fingerprint())
@@ -66,16 +66,16 @@ func (c Configuration) limit(key string) Limit {
 	return c.Limit
 }
 
-// A term is a configuration at a node, while it counts.
+// A term is a configuration in force at a node.
 type term struct {
 	Configuration
-	code uint32 // its digest
-	hole bool   // configurations before it were skipped, and it is not known to be complete
+	code uint32 // digest of the configuration
+	hole bool   // the node skipped earlier configurations, and does not know this one to be complete
 
-	weights map[string]int64 // of its roster's members
-	sum     int64
-	least   int64 // weight that is a share at all
-	present int64 // sum of the weights of this node and of all that are not silent
+	weights map[string]int64 // of the roster's members
+	sum     int64            // of weights
+	least   int64            // smallest weight above 0
+	present int64            // sum of the weights of this node and all members that are not silent
 }
 
 func newTerm(c Configuration) *term {
@@ -95,12 +95,12 @@ func (t *term) admits(name string) bool {
 	return ok || t.Roster.Learners
 }
 
-// owned tells whether keys with that limit live on one node each.
+// owned tells whether each key with the limit has one owner node.
 func (t *term) owned(l Limit) bool {
 	return len(t.Roster.Members) > 1 && part(int64(l.Burst)*micro, t.least, t.sum) < minSpread
 }
 
-// owner is where a key lives in this term; empty if it is spread.
+// owner returns the name of a key's owner in this term; empty if the limit is spread.
 func (t *term) owner(key string) string {
 	if !t.owned(t.limit(key)) {
 		return ""
@@ -108,9 +108,9 @@ func (t *term) owner(key string) string {
 	return t.Roster.Members[t.Roster.rendezvous(key)].Name
 }
 
-// share is what a name has of a limit, in micro-tokens and nano-tokens per second,
-// if the key is spread, or if that is its owner. The rate is still to be lowered by
-// what clocks may be off.
+// share returns a name's part of a limit, in micro-tokens and nano-tokens per second. owner
+// is the key's owner, empty if the limit is spread. The caller must still lower the rate by
+// the drift of clocks.
 func (t *term) share(name string, l Limit, owner string) (burst, rate int64) {
 	w, sum, present := t.weights[name], t.sum, t.present
 	switch {
@@ -122,10 +122,9 @@ func (t *term) share(name string, l Limit, owner string) (burst, rate int64) {
 	return part(int64(l.Burst)*micro, w, sum), part(int64(l.Rate*1e9), w, max(present, w))
 }
 
-// Losers are the names that have less of some limit in to than in from, of its
-// rate or of its burst, or from which some small limit's owner moves away. Only
-// these must keep within to, as [Node.Applied] says, before it is complete. In the
-// order of from's roster.
+// Losers returns the names whose part of some limit's rate or burst is smaller in to than
+// in from, or that no longer own some small limit. to is complete when these names keep
+// within it, as [Node.Applied] says. The order is that of from's roster.
 func Losers(from, to Configuration) []string {
 	a, b := newTerm(from), newTerm(to)
 	keys := maps.Clone(a.Limits)
@@ -150,8 +149,8 @@ func Losers(from, to Configuration) []string {
 		}
 	}
 	ownedA, ownedB := a.owned(a.Limit), b.owned(b.Limit)
-	// All keys that have no limit of their own have Limit. Where they live at owners,
-	// one that is the name's stands for all.
+	// All keys without their own limit have Limit. If they have owners, one key that the
+	// name owns stands for all.
 	unnamed := func(name string) bool {
 		ownerA, ownerB := "", ""
 		switch {
@@ -163,7 +162,7 @@ func Losers(from, to Configuration) []string {
 		if ownedB {
 			ownerB = name
 			if b.weights[name] == 0 || ownedA && newcomer || !ownedA && minting > 1 {
-				return true // the owner of some key is another
+				return true // some key changes its owner
 			}
 		}
 		return less(name, a.Limit, b.Limit, ownerA, ownerB)
@@ -181,17 +180,16 @@ func Losers(from, to Configuration) []string {
 	return names
 }
 
-// The rule by which nodes change configurations without telling each other: of every
-// limit a node uses the smallest share that it has in any configuration from the last
-// complete one to the newest it has adopted. When a configuration is complete, everybody
-// who had more before keeps within it. So at every instant each uses no more than
-// it has in the newest configuration that is complete anywhere, and all together no more
-// than the whole.
+// Nodes change configurations without messages between them, by this rule: of every limit a
+// node uses its smallest share in all configurations from the last complete one to the
+// newest that it has adopted. When a configuration is complete, every node whose share
+// shrank keeps within it. So at every instant each node uses at most its share in the newest
+// configuration that is complete anywhere. All nodes together use at most the whole limit.
 
 // newest is the latest configuration that was adopted.
 func (n *Node) newest() *term { return n.terms[len(n.terms)-1] }
 
-// Configuration is the newest that the node has adopted.
+// Configuration returns the newest configuration that the node has adopted.
 func (n *Node) Configuration() Configuration {
 	c := n.newest().Configuration
 	c.Limits = maps.Clone(c.Limits)
@@ -199,22 +197,22 @@ func (n *Node) Configuration() Configuration {
 	return c
 }
 
-// Completed is the highest number that the node was told to be complete.
+// Completed returns the highest number passed to [Node.Complete].
 func (n *Node) Completed() uint64 { return n.told }
 
-// Adopt takes in a configuration. What shrinks does so at once: tokens above the new cap
-// are lost, a pool is emptied. What is lent above it stays lent, for it may be
-// spent; its leases are not renewed, so that it is over after 1.011 s. What grows
-// does when the configuration is complete. An older configuration, or the same again, changes
-// nothing.
+// Adopt puts a configuration into force. A smaller share takes effect at once: tokens above
+// the new cap are lost, and pools are emptied. Loans above the cap stay out, for they may be
+// spent. Their leases are not renewed, so they end after 1.011 s. A larger share takes
+// effect when the configuration is complete. An older configuration, or the same again,
+// changes nothing.
 //
-// Configurations may be skipped. Of those the node does not know what it lost, so it uses
-// nothing until the one that it adopted is complete. A configuration with more Resets
-// fills every key that the node knows, once, up to the cap that it then has. If the reset was
-// skipped, a later limit decides that cap.
+// Configurations may be skipped. The node does not know what it lost in them, so it uses
+// nothing until the adopted one is complete. A configuration with more Resets fills every
+// key that the node knows, once, up to the cap that the key then has. If the node skipped
+// the configuration with the reset, a later limit decides that cap.
 //
-// The error is [ErrConfig], or another one if another configuration has that number;
-// then nothing has changed. It costs a few microseconds for each key that is known.
+// The error is [ErrConfig], or another error if a different configuration has the number;
+// then nothing has changed. The cost is a few microseconds for each known key.
 func (n *Node) Adopt(now time.Duration, c Configuration) error {
 	n.advance(now)
 	last := n.newest()
@@ -230,17 +228,18 @@ func (n *Node) Adopt(now time.Duration, c Configuration) error {
 	if err := c.validate(); err != nil {
 		return err
 	}
-	n.Applied() // of what was until now
+	n.Applied() // notes the configuration that was in force until now
 	if (len(c.Roster.Members) == 0) != n.alone {
 		return fmt.Errorf("%w: configuration %d: %d members: who is alone stays so, and no other becomes it", ErrConfig, c.Number, len(c.Roster.Members))
 	}
 	t := newTerm(c)
-	// That the skipped ones are complete would not close the hole: by applying this
-	// one the node may have completed them itself.
+	// A hole ends only when this configuration is complete. That the skipped ones are complete
+	// is not enough: this node may have completed them itself, by applying this one.
 	t.hole = c.Number > last.Number+1
 	n.terms = append(n.terms, t)
 	if !n.alone && n.now < n.born+writeOff {
-		// Who may hold loans of an earlier incarnation is in a roster that was not asked.
+		// Loans of an earlier incarnation may be held by members of a roster that this node
+		// did not ask.
 		n.wait, n.unsure = n.born+writeOff, -1
 		n.remint()
 	}
@@ -250,8 +249,8 @@ func (n *Node) Adopt(now time.Duration, c Configuration) error {
 	return nil
 }
 
-// Complete says that everybody whose share shrank up to the configuration of that number
-// keeps within it, in this order: what had to wait grows now.
+// Complete says that every node whose share shrank, up to the configuration with that
+// number, now keeps within it. Shares that had to wait for that grow now.
 func (n *Node) Complete(now time.Duration, number uint64) {
 	n.advance(now)
 	if number <= n.told {
@@ -264,9 +263,9 @@ func (n *Node) Complete(now time.Duration, number uint64) {
 	}
 }
 
-// Applied is the highest configuration within which the node keeps: of every key its own
-// tokens and what it has lent are no more than the smallest share that counts, and
-// no earlier incarnation of it has lent anything. 0 is none yet.
+// Applied returns the number of the highest configuration within which the node keeps; 0 is
+// none yet. Two conditions make a node keep within it. For every key its own tokens and loans
+// are within the smallest share in force. And no loan of an earlier incarnation can be left.
 func (n *Node) Applied() uint64 {
 	if n.overs == 0 && (n.alone || n.now >= n.wait) {
 		n.applied = n.newest().Number
@@ -274,8 +273,8 @@ func (n *Node) Applied() uint64 {
 	return n.applied
 }
 
-// settleTerms forgets configurations that do not count any more, and tells whether
-// something may have grown.
+// settleTerms forgets configurations that are no longer in force, and tells whether a share
+// may have grown.
 func (n *Node) settleTerms() (grown bool) {
 	for len(n.terms) > 1 && n.terms[1].Number <= n.told {
 		n.terms = slices.Delete(n.terms, 0, 1)
@@ -292,18 +291,18 @@ func (n *Node) settleTerms() (grown bool) {
 	return grown
 }
 
-// An era is a time in which the same configurations counted. A key that is not used has no row.
-// When it is used again, its level is worked out from one era to the next: see recall.
+// An era is a time in which the same configurations were in force. An unused key has no row.
+// When the key is used again, recall computes its level from one era to the next.
 type era struct {
 	from   time.Duration
-	terms  []*term // as they were, and nobody silent
-	filled bool    // it began with a reset, and no fence has passed since
+	terms  []*term // copies from the start of the era, with no member silent
+	filled bool    // the era began with a reset, and no fence has passed since
 }
 
-// mostEras bounds how many are remembered. Before the first of them a key had nothing.
+// mostEras bounds the eras that are remembered. A key starts with nothing before the first.
 const mostEras = 16
 
-// begin is the beginning of an era.
+// begin starts an era.
 func (n *Node) begin(filled bool) {
 	e := era{from: n.now, filled: filled}
 	for _, t := range n.terms {
@@ -314,11 +313,11 @@ func (n *Node) begin(filled bool) {
 	n.eras = append(slices.Delete(n.eras, 0, max(0, len(n.eras)+1-mostEras)), e)
 }
 
-// recall gives a new row what it would have, had it been there in all eras, without being used.
-// It costs a look at each era while the latest one is too short to fill the bucket.
+// recall gives a new row the level of a row that existed in all eras and was never used. The
+// cost is a look at each era, while the latest era is too short to fill the bucket.
 func (n *Node) recall(r *row) {
 	if from := n.eras[len(n.eras)-1].from; n.now-from >= r.until(r.cap) {
-		r.mintedAt = from // it is full, whatever was before
+		r.mintedAt = from // the latest era alone fills the bucket
 		return
 	}
 	for i := range n.eras {
@@ -340,8 +339,8 @@ func (n *Node) recall(r *row) {
 	}
 }
 
-// reshareAll does what a change of terms does to all rows and peers. In order, so
-// that a run can be repeated.
+// reshareAll applies a change of terms to all peers and rows. The order is fixed, so that a
+// run can be repeated.
 func (n *Node) reshareAll() {
 	n.rosters++
 	n.termsTill = n.now + writeOff
@@ -376,7 +375,7 @@ func (n *Node) reshare(r *row) {
 	owner, here := r.owner, r.here
 	n.measure(r)
 	if r.owner != owner || r.here != here {
-		// Others are needed now.
+		// The key needs other peers now.
 		r.granted, r.drawing = 0, false
 		for _, e := range r.entries {
 			if e != nil && e.need != 0 {
@@ -390,10 +389,10 @@ func (n *Node) reshare(r *row) {
 	n.stir(r)
 }
 
-// measure gives a row its limit and its share of now.
+// measure gives a row its present limit and share.
 func (n *Node) measure(r *row) { r.share(n, n.terms) }
 
-// share gives a row its limit and its share: of each the smallest in all terms.
+// share gives a row the smallest limit and the smallest share in all terms.
 func (r *row) share(n *Node, terms []*term) {
 	t := terms[len(terms)-1]
 	r.owner = t.owner(r.name)
@@ -417,8 +416,8 @@ func (r *row) share(n *Node, terms []*term) {
 	if n.alone {
 		r.rate = uint64(nanos)
 	} else {
-		// Every clock may be off by drift: what is minted by the fastest of them is
-		// still no more than the rate.
+		// Every clock may be off by drift. Even the fastest clock must not mint more than the
+		// rate.
 		r.rate = uint64(part(nanos, 1e6, 1e6+drift))
 	}
 	r.full = rate * micro
@@ -428,7 +427,8 @@ func (r *row) share(n *Node, terms []*term) {
 	r.ahead = max(minWindow, 2*r.pace).Seconds()
 }
 
-// trim takes from the level what is above the cap. The row's pool is empty.
+// trim drops own tokens that do not fit into the cap beside the loans, or all behind a fence.
+// The row's pool is empty.
 func (n *Node) trim(r *row) {
 	room := max(0, r.cap-r.lent)
 	if n.fenced {
@@ -441,7 +441,7 @@ func (n *Node) trim(r *row) {
 	}
 }
 
-// pin notes whether a row has more out than its cap. Then the leases of who has it
+// pin notes whether a row has lent more than its cap. If so, the leases of its borrowers
 // are not renewed.
 func (n *Node) pin(r *row) {
 	over := r.lent > r.cap
@@ -461,7 +461,8 @@ func (n *Node) pin(r *row) {
 	}
 }
 
-// fillUp fills all rows up to their caps, and tells whether it may.
+// fillUp fills all rows up to their caps. It returns false, and does nothing, if the node
+// may not mint.
 func (n *Node) fillUp() bool {
 	if n.fenced || n.now < n.mintAt {
 		return false
@@ -477,15 +478,15 @@ func (n *Node) fillUp() bool {
 	return true
 }
 
-// Mint is a fence: until then, on the node's own clock, it mints and spends as
-// ever; from then on its own tokens are void, also those in pools, it mints
-// nothing, lends nothing and renews no lease. What it has lent stays out, and what
-// it has borrowed may be spent. The largest Duration is no fence, and the default.
+// Mint sets a fence at a time of the node's own clock. Before it the node works as usual.
+// From then on its own tokens are void, also those in pools, and it mints nothing, lends
+// nothing and renews no lease. Its loans stay out, and it may spend borrowed tokens. The
+// largest Duration, the default, is no fence.
 //
-// A later fence that comes in time changes nothing else; after a fence has passed
-// minting begins anew with nothing, from now. Time that passes unseen, while the
-// process or its machine stands still, may leave in each pool what it had: at
-// most 64 tokens and a quarter of the cap.
+// A later fence, set in time, only replaces the earlier one. If the earlier fence has
+// passed, minting begins anew with nothing, from now. While the process or its machine is
+// paused, the node does not see the fence pass: each pool may keep its tokens, at most 64
+// and at most a quarter of the cap.
 func (n *Node) Mint(until time.Duration) {
 	n.fence = until
 	switch {

@@ -5,20 +5,20 @@ package escrow
 
 import "time"
 
-// Nodes that wait for many tokens at once keep what they have gathered. When each
-// has a part and none enough, all caps are full, nothing is minted, and all would
-// wait for ever. A row is stuck when it saw none of its tokens spent for longer
-// than a whole refill takes. Then, at a random instant, it yields for a while: it
-// needs nothing, returns its loans and lends its level. And who is stuck lends to
-// the one that lacks least, so that somebody gets enough.
+// Nodes that wait for many tokens at once keep the tokens that they have gathered. If each
+// has some and none has enough, all caps are full, nothing is minted, and all would wait
+// forever. A row is stuck when none of its tokens was spent for longer than a whole refill
+// takes. Then, at a random instant, it yields for a while: it states no need, returns its
+// loans and lends its level. A stuck row lends only to the peer that lacks least, so that
+// one peer gets enough.
 
-// yieldFor is how long a row yields: for its loans to go back and to be lent anew.
+// yieldFor is how long a row yields: loans need that time to go back and be lent again.
 const yieldFor = 4 * maxPace
 
-// yieldLater is how much later a row yields that has nearly all.
+// yieldLater is how much later a row yields if it has nearly enough tokens.
 const yieldLater = 8 * patience
 
-// owed is what is waited for, or was denied and will be asked for again.
+// owed is the amount that callers wait for, or were denied and will ask for again.
 func (r *row) owed() int64 {
 	if r.yielding {
 		return 0
@@ -26,19 +26,19 @@ func (r *row) owed() int64 {
 	return r.waiting + r.want
 }
 
-// begins notes that something is waited for, if nothing was.
+// begins notes the start of a wait, if no caller waited before.
 func (r *row) begins(now time.Duration) {
 	if r.waiting == 0 && r.want == 0 {
 		r.spentAt, r.yieldAt = now, 0
 	}
 }
 
-// stuck tells whether tokens are all held by those who wait for more, as far as
-// can be seen from here.
+// stuck tells whether, as far as this node can see, all tokens are held by nodes that wait
+// for more.
 func (n *Node) stuck(r *row) bool { return n.now-r.spentAt > r.fill+patience }
 
-// yields tells whether the row lets others have what it has gathered. The more it
-// has of what it owes, the later it does: others will be first.
+// yields tells whether the row gives its gathered tokens to others now. The more it has of
+// the owed amount, the later it yields, so that others yield first.
 func (n *Node) yields(r *row) bool {
 	owed := r.waiting + r.want
 	if owed <= micro || !n.stuck(r) {
@@ -59,8 +59,7 @@ func (n *Node) yields(r *row) bool {
 	return true
 }
 
-// nearest is the peer that lacks least, of those to whom may be lent; nil if none
-// lacks anything.
+// nearest returns the lendable peer with the smallest need; nil if none has a need.
 func (n *Node) nearest(r *row) (least *entry) {
 	for _, e := range r.entries {
 		if e != nil && e.itsNeed > 0 && n.lendable(e.peer) && (least == nil || e.itsNeed < least.itsNeed) {

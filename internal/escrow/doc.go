@@ -1,12 +1,12 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package escrow holds rate limits over many processes by shares and loans, without a
-// server, a store or an election between them.
+// Package escrow keeps rate limits over many processes with shares and loans. It needs no
+// server, no store and no election.
 //
-// A [Set] is the limits of one process: package fleet makes one for a fleet's process, and
-// package limiter one for each limit of its own. The words of package limiter's comment
-// about what is promised hold for it.
+// A [Set] holds the limits of one process. Package fleet makes one for each process of a
+// fleet, and package limiter makes one for each local limit. The promises in package
+// limiter's comment hold for it.
 //
 //	    own clock                             own clock
 //	        │ mints its share                     │ mints its share
@@ -17,32 +17,34 @@
 //	└────────────────┘  need; used, ret    └────────────────┘
 //	 level + lent ≤ share of the burst      spends loans first, then its own
 //
-// Every node mints its share of the rate and spends what it holds. What it does
-// not need itself it lends, within milliseconds, to those who say that they need
-// it. A loan fills its lender's cap until the borrower reports it used or
-// returned, so the tokens of the fleet are never more than the burst, wherever
-// they are and whatever the network does: a cut costs use of the limit, never its
-// bound. Loans are leased: what a borrower that is gone had is written off after a
-// second, when it can no longer spend it.
+// Every node mints tokens at its share of the rate, and spends its own and borrowed tokens.
+// It lends surplus tokens, within milliseconds, to nodes that report a need. A loan fills
+// its lender's cap until the borrower reports it used or returned. So the tokens of the
+// fleet are never more than the burst, whatever the network does: during a cut the fleet
+// may admit less than the limit, but never more. Each loan has a lease of one second, which
+// the lender's packets renew. If a borrower disappears, the lender writes the loan off after
+// that time, when the borrower can no longer spend it.
 //
 // # Changes
 //
-// Limits and roster are those of a [Configuration], which has a number. Of each limit a
-// node uses the smallest share that it has in any configuration from the last complete
-// one to the newest that it has adopted; a configuration is complete when all who have
-// less by it keep within it. So the shares in use are never more than the whole,
-// though no two nodes change at the same instant. Who agrees on configurations, tells the
-// nodes, and knows when one is complete is not in this package. It keeps a new incarnation
-// behind a fence until that incarnation has adopted the newest configuration and knows what is
-// complete.
+// Limits and roster come from a [Configuration], which has a number. A node uses its
+// smallest share of each limit in all configurations from the last complete one to the
+// newest that it has adopted. A configuration is complete when every node whose share
+// shrinks keeps within it. So the shares in use never exceed the whole limit, though nodes
+// change at different instants.
+//
+// Another package agrees on configurations, tells the nodes, and knows when one is complete
+// (internal/fleetstate). A new incarnation starts behind a fence, which package fleet sets.
+// internal/fleetstate lifts the fence when the incarnation has adopted the newest
+// configuration and knows which one is complete.
 //
 // # What it does not know
 //
-// It opens no socket: a [Node] writes packets ([Node.Delta]) and reads them
-// ([Node.Merge]), and internal/gossip or a test carries them. It has no state that is
-// merged by taking the larger: what remains of a limit is nobody's to know. Node is
-// a step machine without goroutine, timer or clock; [Set] puts a lock, handles and
-// one goroutine around it.
+// The package opens no socket. A [Node] writes packets ([Node.Delta]) and reads them
+// ([Node.Merge]); internal/gossip or a test carries them. No node knows how many tokens of
+// a limit are left in the fleet, so no such state is merged by taking the larger value.
+// Node is a step machine without goroutine, timer or clock. [Set] adds a lock, handles and
+// one goroutine.
 //
 // # Sources
 //

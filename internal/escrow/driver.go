@@ -9,24 +9,24 @@ import (
 	"time"
 )
 
-// monotonic is a clock that counts from now.
+// monotonic returns a clock that counts from now.
 func monotonic() func() time.Duration {
 	start := time.Now()
 	return func() time.Duration { return time.Since(start) }
 }
 
-// A driver is the goroutine of a set. It starts when something is due at a time,
-// and ends when nothing is.
+// A driver is the goroutine of a set. It starts when the node has a next step, and ends when
+// there is none.
 type driver struct {
 	kick    chan struct{}
 	ended   sync.WaitGroup
-	running bool          // guarded by Set.mu, as what follows
-	armed   time.Duration // what its timer is set to
+	running bool          // guarded by Set.mu
+	armed   time.Duration // the time to which its timer is set; guarded by Set.mu
 }
 
 func (d *driver) init() { d.kick, d.armed = make(chan struct{}, 1), never }
 
-// by has the set ticked at a time at the latest. The caller holds the lock.
+// by makes the driver tick the set at the given time at the latest. The caller holds Set.mu.
 func (d *driver) by(at time.Duration, s *Set) {
 	switch {
 	case !d.running:
@@ -67,8 +67,8 @@ func (d *driver) drive(s *Set) {
 	}
 }
 
-// tick does what is due and returns how long there is to wait; ok is false when
-// the goroutine is to end.
+// tick runs the steps that are due, and returns how long to wait for the next; ok is false
+// if the goroutine must end.
 func (d *driver) tick(s *Set) (wait time.Duration, ok bool) {
 	s.lock()
 	defer s.mu.Unlock()
@@ -82,7 +82,7 @@ func (d *driver) tick(s *Set) (wait time.Duration, ok bool) {
 	return max(d.armed-s.node.now, 0), true
 }
 
-// pause lets d pass, unless ctx ends or the set closes first.
+// pause waits for d, unless ctx ends or the set closes first.
 func pause(ctx context.Context, closed <-chan struct{}, d time.Duration) error {
 	timer := time.NewTimer(d)
 	defer timer.Stop()

@@ -6,27 +6,26 @@ package escrow
 import "errors"
 
 var (
-	// ErrConfig means a configuration was refused. The text names every field
-	// that is wrong, its value and the allowed range.
+	// ErrConfig means that a configuration was refused. The text names every wrong field, its
+	// value and the allowed range.
 	ErrConfig = errors.New("limiter: config")
 
-	// ErrBurst means that more tokens were asked for at once than Limit.Burst: no
-	// wait would end.
+	// ErrBurst means that a call asked for more tokens at once than Limit.Burst: its wait
+	// would never end.
 	ErrBurst = errors.New("limiter: more than the burst")
 
 	// ErrClosed means that the [Set] is closed.
 	ErrClosed = errors.New("limiter: closed")
 
-	// errMalformed means that a packet is not what a peer of this version sends.
+	// errMalformed means that a peer of this version does not send such a packet.
 	errMalformed = errors.New("limiter: malformed packet")
 
-	// errMismatch means that a peer has another Config: other limits or another
-	// roster. Nothing is lent to it and nothing taken from it, for two
-	// configurations have no common bound.
+	// errMismatch means that a peer has another Config: other limits or another roster. The
+	// nodes lend each other nothing, for two configurations have no common bound.
 	errMismatch = errors.New("limiter: a peer with another configuration")
 
-	// errStale means that a packet is from an earlier incarnation, was meant for one, or
-	// was overtaken by what has been forgotten since.
+	// errStale means that a packet is from an earlier incarnation or was meant for one, or
+	// that it is too old: it may name an entry that was dropped since.
 	errStale = errors.New("limiter: stale packet")
 
 	// ErrTooManyKeys means that Config.MaxKeys leaves no room for a key.

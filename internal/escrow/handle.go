@@ -9,44 +9,43 @@ import (
 	"time"
 )
 
-// A Handle is the handle of one key of a [Set]. It is safe for concurrent use,
-// and is worth keeping: [Set.Key] costs more than Allow.
+// A Handle is the handle of one key of a [Set]. It is safe for concurrent use. Keep it:
+// [Set.Key] costs more than Allow.
 //
-// Most calls of Allow subtract from a pool of tokens that were taken ahead, at
-// most 64 and a quarter of what this node may keep, and read no clock. When the
-// pool is empty one call takes the set's lock and fills it again.
+// Most calls of Allow read no clock: they subtract from a pool of tokens that were taken
+// ahead. A pool has at most 64 tokens, and at most a quarter of this node's part of the
+// burst. When it is empty, one call takes the set's lock and fills it again.
 type Handle struct {
 	pool pool
-	_    [120]byte // what is below is written by others
+	_    [120]byte // keeps pool off the cache lines of fields that others write
 
 	set    *Set
 	key    string
-	pooled *pooledHandle // with [Pooled], which then does everything
+	pooled *pooledHandle // only with [Pooled]; it then answers all calls
 
-	// The rest is guarded by set.mu.
-	row         *row // nil while the node does not know the key
-	first, last *waiter
+	row         *row    // nil while the node does not know the key; guarded by set.mu
+	first, last *waiter // in the order in which they came; guarded by set.mu
 }
 
 // A waiter is a Wait that has not ended.
 type waiter struct {
-	amount     int64
-	ready      chan struct{} // closed when served, or when the set closes
-	err        error
-	done       bool
+	amount     int64         // micro-tokens
+	ready      chan struct{} // closed when served, and when err is set
+	err        error         // ErrBurst after a change of the burst, or ErrClosed
+	done       bool          // no longer in the queue
 	prev, next *waiter
 }
 
 // poolMax is the most tokens in a pool.
 const poolMax = 64
 
-// Allow admits one, or denies it at once. A denial counts as demand: the node
-// asks others for what it was short of.
+// Allow admits one token, or denies it at once. A denial counts as demand: the node asks
+// others for the missing tokens.
 func (l *Handle) Allow() bool { return l.pool.take() || l.slow(1) }
 
-// AllowN admits n, all or none; n may be up to the burst, and anything more is
-// denied. n <= 0 is admitted. After a denial the node gathers tokens from others
-// for 200 ms, so it is worth asking again.
+// AllowN admits n tokens, all or none. n above the burst is denied, n <= 0 is admitted.
+// After a denial of n > 1 the node gathers tokens from others for 200 ms, so it is worth
+// asking again.
 func (l *Handle) AllowN(n int) bool {
 	return n <= 0 || l.pool.takeN(int64(n)) || l.slow(n)
 }
@@ -64,7 +63,7 @@ func (l *Handle) slow(n int) bool {
 		return false
 	}
 	r.update(s.node.now, s.node.mintAt)
-	if l.first != nil { // they came before
+	if l.first != nil { // waiters that came before are served first
 		r.forecast.asked += amount
 		r.sum.Denied = plus(r.sum.Denied, amount)
 		return false
@@ -76,7 +75,8 @@ func (l *Handle) slow(n int) bool {
 	return true
 }
 
-// attach finds the key's row; it is nil if there are too many.
+// attach finds the key's row; nil if there is no room or the key is not valid. The caller
+// holds the lock.
 func (l *Handle) attach() *row {
 	if l.row != nil {
 		return l.row
@@ -88,8 +88,9 @@ func (l *Handle) attach() *row {
 	return r
 }
 
-// fill takes tokens ahead. Loans stay where their lease is watched, and at an owner
-// others may have drawn what is there.
+// fill takes tokens ahead into the pool. It takes none while the row holds borrowed tokens,
+// since the node must watch their lease. It takes none of a small limit, since others may
+// have drawn them.
 func (l *Handle) fill(r *row) {
 	if r.handle != l || r.pooled != 0 || r.held > 0 || r.owner != "" || l.first != nil {
 		return
@@ -100,15 +101,16 @@ func (l *Handle) fill(r *row) {
 	}
 }
 
-// Wait waits until one is admitted, or ctx ends, or the set is closed
-// ([ErrClosed], whether ctx has ended or not). Waiters of a handle are served in the order in which they came,
-// and before any Allow that comes after them.
+// Wait waits until one token is admitted, or ctx ends, or the set is closed. A closed set
+// is [ErrClosed], whether ctx has ended or not. Waiters of a handle are served in the order
+// in which they came, and before any later Allow.
 func (l *Handle) Wait(ctx context.Context) error { return l.WaitN(ctx, 1) }
 
-// WaitN is Wait for n at once; more than the burst is [ErrBurst]. More than this
-// node's share of the burst has to be gathered from others: it waits for as long
-// as they use what they have, or are not there, and nodes that gather at the same
-// time get it one after the other, each after some refills of the burst.
+// WaitN is Wait for n tokens at once; n above the burst is [ErrBurst].
+//
+// If n is more than this node's share of the burst, the node gathers tokens from others. It
+// waits as long as they use their tokens themselves, or cannot be reached. Nodes that gather
+// at the same time get theirs one after the other, each after some refills of the burst.
 func (l *Handle) WaitN(ctx context.Context, n int) error {
 	if n <= 0 {
 		return ctx.Err()
@@ -140,7 +142,7 @@ func (l *Handle) WaitN(ctx context.Context, n int) error {
 	return w.err
 }
 
-// enqueue admits at once, or makes w ready to be waited on.
+// enqueue admits w at once, or queues it and makes w.ready.
 func (l *Handle) enqueue(w *waiter) error {
 	s := l.set
 	s.lock()
@@ -178,7 +180,7 @@ func tooMuch(amount, burst int64) error {
 	return fmt.Errorf("%w: %d of %d", ErrBurst, amount/micro, burst/micro)
 }
 
-// cancel takes a waiter out, if it was not served meanwhile.
+// cancel takes a waiter out of the queue. It returns false if w has left the queue already.
 func (l *Handle) cancel(w *waiter) bool {
 	s := l.set
 	s.lock()
@@ -222,10 +224,10 @@ func (l *Handle) serve(r *row) {
 	}
 }
 
-// Admit takes one admission and returns 0, or takes none and returns how long to
-// wait before it is worth asking again: it makes a Handle what a guard's source
-// takes for one. now is ignored; the set has its own clock. Whoever was told to
-// wait is expected to ask again, so asking twice is not twice the demand.
+// Admit admits one token and returns 0, or admits none and returns how long to wait before
+// asking again. With it a Handle is a guard's Limiter. The argument is ignored: the set has
+// its own clock. A caller that is told to wait is expected to ask again, so asking twice
+// does not count as twice the demand.
 func (l *Handle) Admit(time.Duration) time.Duration {
 	if l.pool.take() {
 		return 0
@@ -247,10 +249,10 @@ func (l *Handle) Admit(time.Duration) time.Duration {
 	}
 	wait := r.until(r.waiting + micro)
 	if !s.node.alone {
-		wait = min(wait, max(r.pace, controlLoop)) // somebody may lend
+		wait = min(wait, max(r.pace, controlLoop)) // another node may lend
 	}
 	return min(max(wait, minAsk), time.Second)
 }
 
-// minAsk is the least that Admit has anybody wait.
+// minAsk is the shortest wait that Admit returns.
 const minAsk = 100 * time.Microsecond

@@ -12,53 +12,53 @@ import (
 )
 
 const (
-	// drift is how far a clock may run fast or slow, in millionths.
+	// drift is how much faster or slower a clock may run, in millionths.
 	drift = 500
 
-	// lease is for how long a borrower may spend what it has borrowed, by its own
-	// clock, counted from the sending of the packet that the lender last renewed it
-	// to. So it ends at the borrower before it does at the lender, whatever the
-	// delay, and only the rates of clocks matter.
+	// lease is how long a borrower may spend borrowed tokens, by its own clock. It counts
+	// from when the borrower sent the packet to which the lender last renewed the lease. So
+	// the lease ends at the borrower before it ends at the lender, whatever the delay is, and
+	// only the rates of clocks matter.
 	lease = time.Second
 
-	// writeOff is when, counted from the receipt of that packet, the lender knows
-	// that no borrower spends it any more.
+	// writeOff counts from when the lender received that packet. After it the lender knows
+	// that the borrower can no longer spend the loan.
 	writeOff = lease + lease*2*drift/1_000_000 + 10*time.Millisecond
 
-	// freshFor is for how long a peer counts as there after what it last heard of
-	// us was sent: three keep-alives. One of them would flap.
+	// freshFor is how long a peer counts as fresh, from when we sent the newest packet that it
+	// has heard: three keep-alives. With a single keep-alive, peers would flap.
 	freshFor = 150 * time.Millisecond
 
-	// deafAfter is how long an answer may take before nothing more is lent: with a
-	// third of all packets lost, one in a thousand takes longer.
+	// deafAfter is how long an answer may take before nothing more is lent. With a third of
+	// all packets lost, one answer in a thousand takes longer.
 	deafAfter = 30 * time.Millisecond
 
 	sweepEvery = 50 * time.Millisecond
 	pruneEvery = time.Second
 )
 
-// fresh tells whether the peer has heard of us lately, and we of it.
+// fresh tells whether the peer has heard us recently, and we have heard that from it.
 func (n *Node) fresh(p *peer) bool {
 	return !p.gone && !p.parted && p.echo > 0 && n.now-p.echo < freshFor
 }
 
-// unheard is for how long no packet of p has come that could have.
+// unheard is the time since p's latest packet, less p.rest.
 func (n *Node) unheard(p *peer) time.Duration { return n.now - p.heard - p.rest }
 
-// unanswered tells whether p was told something, and no echo of that came back.
+// unanswered tells whether p was sent changes that no echo has answered.
 func (p *peer) unanswered() bool { return p.echo < p.toldAt }
 
-// lendable tells whether to lend to p. After a cut a peer is still fresh for a
-// while, in which whatever is lent is gone until its lease ends; so nothing more
-// is lent to one that does not answer.
+// lendable tells whether to lend to p. After a cut a peer is still fresh for a while, and
+// tokens lent to it then are lost until their lease ends. So nothing more is lent to a peer
+// that does not answer.
 func (n *Node) lendable(p *peer) bool {
 	return n.fresh(p) && (!p.unanswered() || n.now-p.toldAt < deafAfter)
 }
 
-// leased tells whether what was borrowed from p may be spent.
+// leased tells whether tokens borrowed from p may be spent.
 func (n *Node) leased(p *peer) bool { return p.lease > 0 && n.now-p.lease < lease }
 
-// expire gives back what the row may not spend any more.
+// expire gives back borrowed tokens whose lease has ended.
 func (n *Node) expire(r *row) {
 	if n.now < r.sooner {
 		return
@@ -75,7 +75,7 @@ func (n *Node) expire(r *row) {
 	}
 }
 
-// sweep looks for leases that have ended, and for what lies idle between pairs.
+// sweep ends expired leases, prunes idle entries, and parts from peers that left the roster.
 func (n *Node) sweep() {
 	prune := n.now >= n.pruneAt
 	if prune {
@@ -120,9 +120,9 @@ func (n *Node) sweep() {
 	}
 }
 
-// part ends what lies between this node and a peer that left the roster. Its books
-// stay, for the same incarnation may come back, and would be given anew what it has used; a
-// later incarnation, or [Node.Gone], ends them.
+// part ends loans and needs between this node and a peer that left the roster. Its entries
+// stay: the same incarnation may come back, and without them used tokens of a loan would
+// count as lent anew. A later incarnation, or [Node.Gone], ends them.
 func (n *Node) part(p *peer) {
 	p.parted = true
 	for e := range p.entries {
@@ -132,11 +132,11 @@ func (n *Node) part(p *peer) {
 	}
 }
 
-// watch makes sure that there is a sweep.
+// watch schedules a sweep.
 func (n *Node) watch() { n.sweepAt = min(n.sweepAt, n.now+sweepEvery) }
 
-// write writes off all loans to p, and begins a new epoch: what p still thinks it
-// has is void when it hears of it, and has been unspendable for longer.
+// write writes off all loans to p, and begins a new epoch. p voids the old loans when it
+// hears of the epoch; their lease has ended before.
 func (n *Node) write(p *peer) {
 	p.epoch++
 	for e := range p.entries {
@@ -155,8 +155,7 @@ func (n *Node) write(p *peer) {
 	}
 }
 
-// prune closes series of loans that lie idle, and forgets entries that say
-// nothing.
+// prune closes idle series of loans, and forgets blank entries.
 func (n *Node) prune(p *peer) {
 	for e := range p.entries {
 		if e.lent.series != 0 && e.lent.open() == 0 && n.now-e.lent.last > idle {
@@ -171,10 +170,11 @@ func (n *Node) prune(p *peer) {
 	}
 }
 
-// idle is after how long what is between a pair is forgotten.
+// idle is how long a series of loans without open tokens is kept.
 const idle = 2 * time.Second
 
-// peer is the incarnation's books, opened if need be; nil if the incarnation is over.
+// peer returns the state of an incarnation, and makes it if there is none. It is nil if the
+// incarnation is over, or may not take part.
 func (n *Node) peer(id crdt.Replica) *peer {
 	p := n.peers[id.Name]
 	if p != nil && p.id.Incarnation == id.Incarnation {
@@ -203,8 +203,8 @@ func (n *Node) peer(id crdt.Replica) *peer {
 	return p
 }
 
-// Gone says that a peer's incarnation is over for good. What was borrowed from it is
-// void; what was lent to it stays out until its lease has ended.
+// Gone says that a peer's incarnation is over for good. Tokens borrowed from it are void.
+// Tokens lent to it stay out until their lease has ended.
 func (n *Node) Gone(now time.Duration, id crdt.Replica) {
 	n.advance(now)
 	if p := n.peers[id.Name]; p != nil && p.id.Incarnation <= id.Incarnation {
@@ -215,9 +215,9 @@ func (n *Node) Gone(now time.Duration, id crdt.Replica) {
 	}
 }
 
-// Rejoin says that this process goes on under a higher incarnation. To its peers that
-// is a restart: they have voided what they had of the lower one, and what it had of
-// them. So that is void here, and what was lent stays out until its lease has ended.
+// Rejoin says that this process continues under a higher incarnation. For its peers that is
+// a restart: they void the loans of the lower incarnation, in both directions. So borrowed
+// tokens are void here too, and lent tokens stay out until their lease has ended.
 func (n *Node) Rejoin(now time.Duration, self crdt.Replica) {
 	n.advance(now)
 	n.self = self
@@ -228,11 +228,11 @@ func (n *Node) Rejoin(now time.Duration, self crdt.Replica) {
 			n.buried[name] = before
 		}
 	}
-	n.rosters++ // every mark is another
+	n.rosters++ // the marks for all peers change
 }
 
 func (n *Node) bury(p *peer) {
-	for name, b := range n.buried { // a handful: incarnations of ten minutes
+	for name, b := range n.buried { // few: incarnations that ended within ten minutes
 		if n.now-b.at > 10*time.Minute {
 			delete(n.buried, name)
 		}

@@ -6,37 +6,37 @@ package escrow
 import "time"
 
 const (
-	// A pair's entry for a key changes at most once per pace, a tenth of the time
-	// in which the burst is refilled: lending more often moves crumbs.
+	// minPace and maxPace bound row.pace, a tenth of the time in which the burst is refilled.
+	// An entry changes at most once per pace: lending more often moves tiny amounts.
 	minPace = 2 * time.Millisecond
 	maxPace = 50 * time.Millisecond
 
-	// restate is how long a need stands at least before it may change: needs that
-	// follow every fluctuation are most of the traffic of a saturated fleet.
+	// restate is the shortest time between two changes of a need. Needs that follow every
+	// fluctuation are most of the traffic of a saturated fleet.
 	restate = 20 * time.Millisecond
 
-	// retell is after how long a need to which no loan came is told again: the peer had
-	// no room for the key, perhaps.
+	// retell is how long a node waits for a loan before it sends a need again: perhaps the
+	// peer had no room for the key.
 	retell = time.Second
 
-	// controlLoop is how long a token is out, about, from being lent to being
-	// lendable again: two flushes and two delays.
+	// controlLoop is about how long a token takes from being lent to being lendable again:
+	// two flushes and two delays.
 	controlLoop = 12 * time.Millisecond
 
-	// counted is the part of the fresh peers that are expected to have a surplus.
+	// counted is the fraction of fresh peers that are expected to have a surplus.
 	counted = 0.6
 
 	// spare is how many times its forecast a borrower may hold.
 	spare = 2 * 1.2
 
-	// crumb is the least that is worth a packet.
+	// crumb is the smallest amount that is worth a packet.
 	crumb = micro / 1000
 )
 
-// plan says how much the forecast wants kept, and how much asked for ahead, in
-// micro-tokens: a sure forecast keeps little more than it expects and asks for
-// all of it, an unsure one keeps more and asks for less. Who mints nothing asks for
-// all that it would keep, see stepSpread.
+// plan returns how many micro-tokens to keep for the forecast demand, and how many to ask
+// for ahead. A sure forecast keeps little more than it expects, and asks for all of that.
+// An unsure one keeps more and asks for less. A node that mints nothing asks for all that
+// it keeps, see stepSpread.
 func (r *row) plan() (keep, ahead int64) {
 	if r.yielding {
 		return 0, 0
@@ -47,8 +47,8 @@ func (r *row) plan() (keep, ahead int64) {
 	return int64((2 - a) * mean), int64(a * mean)
 }
 
-// step is what a row does at its pace: it looks at its demand, returns what it
-// does not need, says what it needs, and lends what it can spare.
+// step runs at the row's pace: it measures the demand, returns borrowed tokens that it does
+// not need, states its needs, and lends surplus tokens.
 func (n *Node) step(r *row) {
 	r.update(n.now, n.mintAt)
 	quiet := r.forecast.asked == 0
@@ -63,7 +63,7 @@ func (n *Node) step(r *row) {
 	}
 	r.yielding = n.yields(r)
 	if keep, _ := r.plan(); r.pooled > keep && !n.alone {
-		r.reclaim() // what is taken ahead can neither be lent nor be forgotten
+		r.reclaim() // tokens in the pool cannot be lent, and keep the row from being forgotten
 	}
 	switch {
 	case n.alone:
@@ -84,7 +84,7 @@ func (n *Node) step(r *row) {
 	n.ripen(r)
 }
 
-// ripen lists a row whose waiters may be served.
+// ripen adds a row whose waiters may be served to n.ripe.
 func (n *Node) ripen(r *row) {
 	if r.waiting > 0 && !r.ripe && r.spendable() > 0 {
 		r.ripe = true
@@ -114,7 +114,7 @@ func (n *Node) rest(r *row) {
 			next = n.now + wait
 		}
 		if len(r.lenders) > 0 && next == never {
-			next = n.now + max(r.fill, r.pace) // to forget the row when their allowances are full
+			next = n.now + max(r.fill, r.pace) // to forget the row once all allowances are full
 		}
 		if again := n.settled(r); next == never && n.now < again {
 			next = again
@@ -125,8 +125,8 @@ func (n *Node) rest(r *row) {
 	n.schedule(r, next)
 }
 
-// settled is from when on a row that is made anew is full: what it could mint since the last
-// change is a whole burst.
+// settled is the time from which on a new row would be full: minting since the last change
+// of shares then fills a whole burst.
 func (n *Node) settled(r *row) time.Duration {
 	if n.steady == 0 {
 		return 0
@@ -134,7 +134,7 @@ func (n *Node) settled(r *row) time.Duration {
 	return n.steady + r.fill + r.fill/1000
 }
 
-// idle tells whether a row that is made anew would be this one.
+// idle tells whether the row may be forgotten: a new row would be the same.
 func (n *Node) idle(r *row) bool {
 	if r.level < r.cap || r.lent > 0 || r.held > 0 || r.waiting > 0 || r.want > 0 || r.pooled > 0 {
 		return false
@@ -159,9 +159,9 @@ func (n *Node) evict(r *row) {
 	}
 }
 
-// evictSome makes room before a key is added, where no step does: it looks at
-// more rows than one comes, and at all of them, once a second, when there is no
-// room.
+// evictSome forgets idle rows before a key is added, at a node that is alone, where steps do
+// not. It looks at two rows for each new one. Without room it looks at all rows, once a
+// second.
 func (n *Node) evictSome() {
 	look, rested := 2, idleRow
 	if len(n.rows) >= n.cfg.MaxKeys && n.now >= n.pruneAt {
@@ -183,19 +183,19 @@ func (n *Node) evictSome() {
 	}
 }
 
-// idleRow is how long a row rests before it is forgotten, unless there is no room.
+// idleRow is how long evictSome keeps an unused row while there is room.
 const idleRow = 10 * time.Second
 
 func (n *Node) stepSpread(r *row, quiet bool) {
 	keep, ahead := r.plan()
 	if r.cap == 0 && len(n.terms) == 1 {
-		ahead = keep // nothing is minted here: what is not borrowed before it is asked for is denied
+		ahead = keep // nothing is minted here: tokens not borrowed ahead of a call are denied
 	}
 	owed := r.owed()
 	most := int64(spare*float64(keep)) + owed
 	if len(n.terms) > 1 && (quiet || r.spendable() < micro) {
-		// Until all have what they lent, those who lose cannot say that they keep within
-		// a configuration. Less than a token serves nobody, however much is asked for.
+		// A node whose share shrinks keeps within a configuration only once its loans are back.
+		// So return loans early. Less than one token serves no call, whatever the demand is.
 		most = owed
 	}
 	n.returnSpare(r, most)
@@ -209,7 +209,7 @@ func (n *Node) stepSpread(r *row, quiet bool) {
 	}
 
 	total := n.needs(r)
-	surplus := min(r.level-r.pooled, r.level-r.pooled-keep-owed) // sums of waiters overflow
+	surplus := min(r.level-r.pooled, r.level-r.pooled-keep-owed) // the sum of waiters may overflow
 	if total == 0 || surplus < crumb {
 		return
 	}
@@ -228,9 +228,9 @@ func (n *Node) stepSpread(r *row, quiet bool) {
 	}
 }
 
-// needs is the sum of what peers need to whom may be lent. One that may have heard
-// nothing of us lately is told something, whatever it is, until it has: only
-// keep-alives pass between idle nodes, and a few of them get lost.
+// needs returns the sum of the needs of lendable peers. A peer with a need that may not have
+// heard us recently is sent a change until it answers: idle nodes exchange only keep-alives,
+// and some of those get lost.
 func (n *Node) needs(r *row) (total int64) {
 	r.needing = false
 	for _, e := range r.entries {
@@ -248,9 +248,10 @@ func (n *Node) needs(r *row) (total int64) {
 	return total
 }
 
-// returnSpare returns what is held beyond most, from each lender its part. Crumbs go back
-// too when nothing is to be kept, or the key would never be forgotten, and while a
-// configuration is not complete: a lender that leaves waits for them.
+// returnSpare returns borrowed tokens beyond most, to each lender its part. It does not
+// return amounts below a crumb, with two exceptions. If most is 0 they go back, or the key
+// would never be forgotten. While a configuration is not complete they go back too, since a
+// lender that leaves waits for them.
 func (n *Node) returnSpare(r *row, most int64) {
 	excess, held := r.held-most, r.held
 	if excess <= 0 || excess < crumb && most > 0 && len(n.terms) == 1 {
@@ -263,10 +264,10 @@ func (n *Node) returnSpare(r *row, most int64) {
 	}
 }
 
-// need tells those who mint, each by its share, what this node is short of. Not
-// all of them will have a surplus. One that was heard of but is not fresh is told
-// as well: only keep-alives pass between idle nodes, and what it answers makes it
-// fresh.
+// need divides the missing amount over the peers that mint, by their shares, and states the
+// parts. Not all of them will have a surplus, so the parts add up to more. A peer that was
+// heard but is not fresh gets a need as well: idle nodes exchange only keep-alives, and the
+// peer's answer makes it fresh.
 func (n *Node) need(r *row, short int64) {
 	shares := int64(0)
 	for _, p := range n.slots {
@@ -298,8 +299,9 @@ func (n *Node) need(r *row, short int64) {
 	}
 }
 
-// state tells a peer a need, if it is time to: at once when there was none,
-// otherwise when it has much changed.
+// state sets the need that the peer is sent: at once if there was none, or if it grew
+// fourfold. Other changes wait for restate; in a spread limit the need must also have doubled
+// or fallen to a quarter. Without a loan the same need is sent again after retell.
 func (n *Node) state(e *entry, need int64) {
 	switch {
 	case need > 0 && e.borrowed.series == 0 && n.now-e.needAt >= retell:

@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// Level is what this node has of the key: its limit, how many tokens are left, and when
-// it could admit one at the soonest.
+// Level returns the key's limit, how many tokens this node has left, and the shortest time
+// until it could admit one. next is 0 if a token is left.
 func (l *Handle) Level() (limit Limit, left int, next time.Duration) {
 	if l.pooled != nil {
 		return l.pooled.Level()
@@ -39,9 +39,9 @@ func (l *Handle) Level() (limit Limit, left int, next time.Duration) {
 	return Limit{Rate: r.full / micro, Burst: int(r.burst / micro)}, left, next
 }
 
-// Refund puts admitted tokens back into this node's own level, as far as its part
-// of the burst has room, and never more than it has spent of its own: so it makes
-// no tokens, but what was spent of loans is lost if nothing own was.
+// Refund puts admitted tokens back into this node's own level, as far as its part of the
+// burst has room. It never puts back more than the node has spent of its own tokens, so it
+// creates no tokens. If only borrowed tokens were spent, they are lost.
 func (l *Handle) Refund(n int) {
 	if n <= 0 {
 		return
@@ -58,8 +58,8 @@ func (l *Handle) Refund(n int) {
 	}
 }
 
-// Refund gives back tokens that were taken and not used; it returns how many
-// micro-tokens found room. see [Handle.Refund].
+// Refund gives back tokens that were admitted and not used. It returns how many micro-tokens
+// found room; see [Handle.Refund].
 func (n *Node) Refund(now time.Duration, key string, tokens int) (back int64) {
 	n.advance(now)
 	if r := n.rows[key]; r != nil {
@@ -71,7 +71,7 @@ func (n *Node) Refund(now time.Duration, key string, tokens int) (back int64) {
 func (n *Node) refund(r *row, amount int64) (back int64) {
 	r.update(n.now, n.mintAt)
 	if n.fenced {
-		return 0 // what is its own is void
+		return 0 // behind a fence own tokens are void
 	}
 	back = max(0, min(amount, r.cap-r.level-r.lent, r.sum.Own))
 	r.level += back

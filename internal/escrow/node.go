@@ -12,73 +12,74 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
-// A Node is the books of one incarnation of one process: for each key its own tokens,
-// what it has lent and borrowed, and what it and others need. It has no
+// A Node is the state of one incarnation of one process: for each key its own tokens,
+// its loans in both directions, and the needs of itself and its peers. It has no
 // goroutine, timer or clock, and is not safe for concurrent use: a [Set] is.
 //
-// Its methods take now, from one monotonic clock, the same that the contacts of
-// [Node.Merge] speak of. Time only moves forward: a now that is behind an earlier
-// one mints nothing and is taken for that earlier one.
+// Its methods take now, from one monotonic clock. The contacts of [Node.Merge] use the
+// same clock. Time only moves forward: a now before an earlier one counts as the earlier
+// one, and mints nothing.
 type Node struct {
 	cfg    Config
 	self   crdt.Replica
-	config uint32
-	alone  bool
+	config uint32 // fingerprint of cfg
+	alone  bool   // without peers: the initial roster is empty
 
 	now      time.Duration
 	born     time.Duration
-	mintAt   time.Duration // nothing is minted before: the later of the two that follow, never while fenced
-	wait     time.Duration // for what an earlier incarnation has lent
-	lifted   time.Duration // when the last fence that had passed was lifted
-	vouchers []bool        // by roster index: has voided what it had from an earlier incarnation
-	unsure   int           // how many have not
+	mintAt   time.Duration // start of minting: the later of wait and lifted; never while fenced
+	wait     time.Duration // when no loan of an earlier incarnation can be left
+	lifted   time.Duration // when the latest passed fence was lifted
+	vouchers []bool        // by roster index: the member has voided an earlier incarnation's loans
+	unsure   int           // members without a voucher; -1 if vouchers do not count
 
-	terms     []*term // from the last complete one to the newest; never empty
-	told      uint64  // complete
-	applied   uint64
-	overs     int           // rows with more out than their cap
-	eras      []era         // the latest last; never empty
-	steady    time.Duration // since when a row differs from one that is made anew by what it minted only
-	fence     time.Duration
+	terms     []*term         // from the last complete configuration to the newest; never empty
+	told      uint64          // number of the last complete configuration, see Complete
+	applied   uint64          // see Applied
+	overs     int             // rows that have lent more than their cap
+	eras      []era           // the latest last; never empty
+	steady    time.Duration   // since then a row differs from a new row by minting only
+	fence     time.Duration   // see Mint; never is no fence
 	fenced    bool            // the fence has passed
-	silent    map[string]bool // whose share of the rate is taken over
-	silentAt  time.Duration   // when somebody else may be silent
+	silent    map[string]bool // members whose share of the rate is taken over
+	silentAt  time.Duration   // when another member may become silent
 	refused   Refused
 	hasJoined bool // see joined
 
-	termsTill time.Duration     // until then loans of a configuration that is over may still come
+	termsTill time.Duration     // until then loans of a past configuration may still arrive
 	breaches  map[string]uint64 // see Stats.Broke
-	named     int               // rows that are there because a peer named them, and nobody here
+	named     int               // rows that exist only because a peer named them
 
-	rows  map[string]*row
-	queue []*row // a heap by next
-	ripe  []*row // may have tokens for their waiters
+	rows  map[string]*row // by key
+	queue []*row          // a heap by row.next
+	ripe  []*row          // rows that may have tokens for their waiters
 
-	peers  map[string]*peer // by name, the latest incarnation
-	slots  []*peer          // nil is free
-	dying  []*peer
-	buried map[string]burial
+	peers  map[string]*peer  // by name, the latest incarnation
+	slots  []*peer           // nil is free
+	dying  []*peer           // incarnations that are over and still have loans
+	buried map[string]burial // by name, the latest incarnation that is over
 
-	changes uint64 // over all peers; only rises
-	rosters uint64 // how often it changed who is admitted
-	series  uint64
+	changes uint64 // counts changes over all peers; only rises
+	rosters uint64 // counts changes of who is admitted, and of this node's incarnation
+	series  uint64 // the latest number of a series of loans
 	sweepAt time.Duration
 	pruneAt time.Duration
-	read    []*row // of the packet that is being merged
+	read    []*row // scratch: rows of the packet that Merge reads
 	rand    *rand.Rand
 }
 
-// A burial is the end of an incarnation.
+// A burial records an incarnation that is over.
 type burial struct {
 	incarnation uint64
 	at          time.Duration
 }
 
-// NewNode is the node of an incarnation that begins now. cfg must be valid. A node that
-// is in a roster with others mints nothing until all of them have written to this
-// incarnation, and so have voided what they had from an earlier one, or until whatever an
-// earlier incarnation lent has ended on its own, which takes 1.011 s (always, with learners);
-// or each restart would add its share of the burst to the fleet's.
+// NewNode makes the node of an incarnation that begins now. cfg must be valid.
+//
+// In a roster with others the node does not mint at once: otherwise each restart would add
+// its share of the burst to the fleet's. It waits until every member has written to this
+// incarnation, and so has voided loans from an earlier one. It waits 1.011 s at most: then
+// those loans have ended on their own. With Config.Fleet or learners it always waits 1.011 s.
 func NewNode(self crdt.Replica, cfg Config, now time.Duration) (*Node, error) {
 	err := cfg.Validate()
 	if self.Name == "" {
@@ -115,7 +116,7 @@ func NewNode(self crdt.Replica, cfg Config, now time.Duration) (*Node, error) {
 	return n, nil
 }
 
-// vouched notes that a member holds nothing of an earlier incarnation of this node.
+// vouched notes that a member holds no loans of an earlier incarnation of this node.
 func (n *Node) vouched(index int) {
 	if index < 0 || n.unsure <= 0 || n.vouchers[index] {
 		return
@@ -127,7 +128,7 @@ func (n *Node) vouched(index int) {
 	}
 }
 
-// remint says from when on to mint.
+// remint finds mintAt anew.
 func (n *Node) remint() {
 	n.mintAt = max(n.wait, n.lifted)
 	if n.fenced {
@@ -145,7 +146,7 @@ func (n *Node) admits(name string) bool {
 	return false
 }
 
-// Config is what the node was made with, defaults filled in.
+// Config returns the node's first configuration, with defaults filled in.
 func (n *Node) Config() Config { return n.cfg }
 
 // Self is the node's incarnation.
@@ -159,7 +160,7 @@ func (n *Node) advance(now time.Duration) {
 	}
 }
 
-// enclose voids all own tokens: the fence has passed.
+// enclose voids all own tokens, since the fence has passed.
 func (n *Node) enclose() {
 	n.joined()
 	n.fenced = true
@@ -174,7 +175,7 @@ func (n *Node) enclose() {
 	n.remint()
 }
 
-// row is the key's books, opened if need be; nil if there is no room.
+// row returns the key's row, and makes it if there is none; nil if there is no room.
 func (n *Node) row(key string) *row {
 	if r := n.rows[key]; r != nil {
 		r.own()
@@ -189,7 +190,7 @@ func (n *Node) row(key string) *row {
 	return n.addRow(key)
 }
 
-// addRow opens a key's books; nil if the key is none.
+// addRow makes a row for a key; nil if the key is not valid.
 func (n *Node) addRow(key string) *row {
 	if !validKey(key) {
 		return nil
@@ -202,8 +203,8 @@ func (n *Node) addRow(key string) *row {
 	return r
 }
 
-// Take admits tokens of a key, all or none, and tells whether it did. A denial
-// counts as demand.
+// Take admits all or none of the tokens of a key, and tells whether it admitted them. A
+// denial counts as demand.
 func (n *Node) Take(now time.Duration, key string, tokens int) bool {
 	n.advance(now)
 	r := n.row(key)
@@ -218,7 +219,7 @@ func (n *Node) take(r *row, amount int64) bool {
 	}
 	r.sum.Denied = plus(r.sum.Denied, amount)
 	if amount > micro {
-		// It will be asked for again, and what is gathered must not go back before.
+		// The caller may ask again. Until then gathered tokens must not go back.
 		r.begins(n.now)
 		r.want, r.wantUntil = max(r.want, min(amount, r.burst)), n.now+patience
 	} else {
@@ -228,15 +229,14 @@ func (n *Node) take(r *row, amount int64) bool {
 	return false
 }
 
-// amountOf is tokens in micro-tokens. More than any burst is one more than that.
+// amountOf converts tokens to micro-tokens. Above maxBurst it returns maxBurst + 1 tokens.
 func amountOf(tokens int) int64 { return int64(min(max(tokens, 0), maxBurst+1)) * micro }
 
-// patience is for how long tokens are gathered for somebody who was denied and
-// may ask again.
+// patience is how long the node gathers tokens for a denied caller who may ask again.
 const patience = 200 * time.Millisecond
 
-// poll is take for somebody who will ask again until it is admitted: to ask
-// twice is not twice the demand.
+// poll is take for a caller who asks again until it is admitted. Asking twice does not
+// count as twice the demand.
 func (n *Node) poll(r *row, amount int64) bool {
 	if n.draw(r, amount) {
 		if r.want < amount {
@@ -257,9 +257,9 @@ func (n *Node) poll(r *row, amount int64) bool {
 	return false
 }
 
-// Demand says that tokens of a key are waited for from now on, until they are
-// served or withdrawn; it tells whether the key is known, and if not there is
-// nothing to wait for.
+// Demand adds a waiter for tokens of a key. It waits until [Node.Serve] or
+// [Node.Withdraw]. Demand returns false if there is no room for the key: then nothing
+// waits.
 func (n *Node) Demand(now time.Duration, key string, tokens int) bool {
 	n.advance(now)
 	r := n.row(key)
@@ -280,7 +280,7 @@ func (n *Node) demand(r *row, amount int64) {
 	n.stir(r)
 }
 
-// Serve admits tokens that are waited for since [Node.Demand], all or none.
+// Serve admits all or none of the tokens of a waiter that [Node.Demand] added.
 func (n *Node) Serve(now time.Duration, key string, tokens int) bool {
 	n.advance(now)
 	r := n.rows[key]
@@ -297,7 +297,7 @@ func (n *Node) serve(r *row, amount int64) bool {
 	return true
 }
 
-// Withdraw says that tokens are not waited for any more.
+// Withdraw takes out a waiter that [Node.Demand] added.
 func (n *Node) Withdraw(now time.Duration, key string, tokens int) {
 	n.advance(now)
 	if r := n.rows[key]; r != nil {
@@ -305,7 +305,7 @@ func (n *Node) Withdraw(now time.Duration, key string, tokens int) {
 	}
 }
 
-// draw spends tokens if they are all there.
+// draw spends an amount if the row has all of it.
 func (n *Node) draw(r *row, amount int64) bool {
 	r.mint(n.now, n.mintAt)
 	if r.spendable() < amount {
@@ -322,8 +322,8 @@ func (n *Node) draw(r *row, amount int64) bool {
 	return true
 }
 
-// admitOpen takes from a bucket of the node's own what is not there, before the
-// node may mint for the first time.
+// admitOpen admits from the node's fail-open bucket, before the node may mint for the
+// first time.
 func (n *Node) admitOpen(r *row, amount int64) bool {
 	if n.cfg.UntilJoined != Open || n.joined() {
 		return false
@@ -343,13 +343,13 @@ func (n *Node) admitOpen(r *row, amount int64) bool {
 	return true
 }
 
-// joined tells whether the node may mint, or could once.
+// joined tells whether the node may mint, or could mint at some time before.
 func (n *Node) joined() bool {
 	n.hasJoined = n.hasJoined || n.now >= n.mintAt
 	return n.hasJoined
 }
 
-// after is d later than now, and never at the latest.
+// after returns now + d, at most never.
 func after(now, d time.Duration) time.Duration {
 	if d > never-now {
 		return never
@@ -357,7 +357,7 @@ func after(now, d time.Duration) time.Duration {
 	return now + d
 }
 
-// stir makes sure that the row's next step comes in time: now, if it rested.
+// stir schedules the row's next step: now, if the row rested for longer than its pace.
 func (n *Node) stir(r *row) {
 	if n.alone {
 		if r.waiting > 0 {
@@ -370,9 +370,8 @@ func (n *Node) stir(r *row) {
 	}
 }
 
-// Tick does what is due, and returns when it wants to be called next; never is
-// the largest Duration. It may be called at any time, and [Node.Wake] asked after
-// any call.
+// Tick runs the steps that are due, and returns when it wants to be called next. The
+// largest Duration means never. Tick may be called at any time.
 func (n *Node) Tick(now time.Duration) (next time.Duration) {
 	n.advance(now)
 	if n.now >= n.sweepAt {
@@ -387,7 +386,7 @@ func (n *Node) Tick(now time.Duration) (next time.Duration) {
 	return n.Wake()
 }
 
-// Wake is when the node wants its next [Node.Tick].
+// Wake returns when the node wants its next [Node.Tick]. Any other call may change it.
 func (n *Node) Wake() time.Duration {
 	at := min(n.sweepAt, n.silentAt)
 	if !n.fenced {
@@ -399,19 +398,19 @@ func (n *Node) Wake() time.Duration {
 	return at
 }
 
-// A View is what one node knows of a key at an instant. It is for people and
-// metrics: what remains of the fleet's tokens nobody knows.
+// A View is the state of a key at one node, for people and metrics. No node knows how many
+// tokens are left in the whole fleet. Amounts are micro-tokens.
 type View struct {
-	Level   int64 // own tokens, in micro-tokens as everything here
-	Cap     int64 // this node's part of the burst
-	Lent    int64 // given to others and not accounted for
-	Held    int64 // borrowed and not spent
-	Waiting int64
-	Owner   string // where a small limit lives; empty if it is spread
+	Level   int64  // own tokens
+	Cap     int64  // this node's part of the burst
+	Lent    int64  // lent, not yet reported as used or returned
+	Held    int64  // borrowed and not spent
+	Waiting int64  // sum of the amounts of all waiters
+	Owner   string // name of a small limit's owner; empty if the limit is spread
 	Sums    Sums
 }
 
-// View looks at a key; ok says whether the node knows it.
+// View returns the state of a key; ok is false if the node does not know the key.
 func (n *Node) View(now time.Duration, key string) (v View, ok bool) {
 	n.advance(now)
 	r := n.rows[key]
@@ -422,5 +421,5 @@ func (n *Node) View(now time.Duration, key string) (v View, ok bool) {
 	return View{Level: r.level, Cap: r.cap, Lent: r.lent, Held: r.held, Waiting: r.waiting, Owner: r.owner, Sums: r.sum}, true
 }
 
-// Keys is how many keys the node knows.
+// Keys returns how many keys the node knows.
 func (n *Node) Keys() int { return len(n.rows) }

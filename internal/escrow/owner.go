@@ -5,25 +5,26 @@ package escrow
 
 import "time"
 
-// returnIdle is after how long an unspent token of a small limit goes owner.
+// returnIdle is how long a borrowed token of a small limit stays unspent before it goes back
+// to the owner.
 const returnIdle = 300 * time.Millisecond
 
-// stepOwner draws, token by token, who gets what the owner of a small limit has:
-// every node by what it needs, this one among them. Were its own waiters served
-// first, it would get half of everything.
+// stepOwner runs at the owner of a small limit. It draws for each token which node gets it,
+// with odds by need. The owner's own waiters are in the draw: if they were served first,
+// they would get half of all tokens.
 func (n *Node) stepOwner(r *row) {
 	total := n.needs(r)
 	if total == 0 {
 		r.granted, r.drawing = 0, false
 		return
 	}
-	own := min(max(0, r.owed()+r.lost-r.granted), r.burst) // as the others
+	own := min(max(0, r.owed()+r.lost-r.granted), r.burst) // bounded like the needs of others
 	if r.yielding {
 		own, r.granted = 0, 0
 	}
 	stuck := n.stuck(r)
 	for r.level-r.granted >= micro && total+own > 0 {
-		// Many tokens are dealt in bundles, so that a large burst is no long loop.
+		// Many tokens are drawn in bundles, so that a large burst does not make a long loop.
 		bundle := max(1, (r.level-r.granted)/(64*micro)) * micro
 		e := n.drawn(r, total, own, stuck)
 		if e == nil {
@@ -43,8 +44,8 @@ func (n *Node) stepOwner(r *row) {
 	}
 }
 
-// drawn is who gets the next token, nil for this node's own waiters: by chance, or,
-// when nobody gets enough that way, who lacks least.
+// drawn returns the entry that gets the next token; nil means this node's own waiters. It
+// draws at random. If the row is stuck, the node that lacks least gets the token.
 func (n *Node) drawn(r *row, total, own int64, stuck bool) *entry {
 	if stuck {
 		if e := n.nearest(r); e != nil && (own == 0 || e.itsNeed < own) {
@@ -67,10 +68,10 @@ func (n *Node) drawn(r *row, total, own int64, stuck bool) *entry {
 	return nil
 }
 
-// roundUp is the amount in whole tokens.
+// roundUp rounds the amount up to whole tokens.
 func roundUp(amount int64) int64 { return (amount + micro - 1) / micro * micro }
 
-// stepAway is a step at a node that is not the key's owner: it lives on loans.
+// stepAway is a step at a node that is not the key's owner: it only borrows.
 func (n *Node) stepAway(r *row) {
 	owed := r.owed()
 	for _, e := range r.entries {

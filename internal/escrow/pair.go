@@ -9,78 +9,80 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
-// A peer is one incarnation of another node, and what lies between it and this one over
-// all keys.
+// A peer is one incarnation of another node, with the loans and needs between it and this
+// node over all keys.
 type peer struct {
 	node  *Node
 	id    crdt.Replica
-	slot  int   // index in the rows' entries
-	share int64 // its weight in the roster
-	index int   // in the roster, -1 if it is not there
-	gone  bool  // its incarnation is over; only its loans are left
+	slot  int   // index in row.entries
+	share int64 // the peer's weight in the newest roster
+	index int   // in the initial roster, -1 if it is not there
+	gone  bool  // the incarnation is over; only loans to it are left
 
-	leaving time.Duration // since when no roster has its name; never if one has
-	parted  bool          // for so long that all loans are over: nothing is said or heard until a roster has it again
-	pinned  int           // keys of which it has loans and whose lease is not renewed
+	leaving time.Duration // since when no roster admits its name; never while one does
+	// parted says that the peer has been leaving for so long that all loans are over. Then
+	// this node sends it nothing and refuses its packets until a roster has the peer again.
+	parted bool
+	pinned int // keys for which it has loans whose lease is not renewed
 
-	// What changed, each key once. The first change is the peer's own existence, so
-	// that two incarnations that meet write to each other at once: a new incarnation mints nothing
+	// changes lists each key once. The first change is the peer's own existence, so that two
+	// incarnations that meet send to each other at once: a new incarnation mints nothing
 	// before it has heard from all.
 	changes crdt.Changes[*entry]
-	acked   uint64
-	toldAt  time.Duration // own clock: when changes were first sent of which no echo has come
+	acked   uint64        // mark of the latest change that the peer has acked
+	toldAt  time.Duration // own clock: first send of changes that no echo has answered
 
-	sent  time.Duration // its clock: the newest packet merged
-	heard time.Duration // own clock: when that was
-	rest  time.Duration // how much later than a keep-alive its next packet may come
-	echo  time.Duration // own clock: the newest of our packets that it had heard
-	floor time.Duration // its clock: what is not newer may speak of what was forgotten
+	sent  time.Duration // peer's clock: when the newest merged packet was sent
+	heard time.Duration // own clock: when the newest packet was merged
+	rest  time.Duration // how much later than a keep-alive the peer's next packet may come
+	echo  time.Duration // own clock: when the newest of our packets that it heard was sent
+	floor time.Duration // peer's clock: packets up to here may name dropped entries
 
-	// As lender to it.
-	epoch     uint64
-	lent      total
-	renewed   time.Duration // its clock: the stamp that its lease was last renewed to
+	// This node as lender to the peer.
+	epoch     uint64        // of our loans; a write-off raises it
+	lent      total         // not yet reported as used or returned, over all keys
+	renewed   time.Duration // peer's clock: the stamp to which its lease was last renewed
 	renewedAt time.Duration // own clock: when that stamp was received
 
-	// As borrower from it.
-	itsEpoch uint64
-	lease    time.Duration // own clock: the stamp that our lease was last renewed to
-	held     total
+	// This node as borrower from the peer.
+	itsEpoch uint64        // of the peer's loans
+	lease    time.Duration // own clock: the stamp to which our lease was last renewed
+	held     total         // borrowed and not spent, over all keys
 
-	configuration uint64 // the newest that it knows, by its latest packet
-	named         int    // rows that are there because it named them
+	configuration uint64 // number of the newest configuration in its latest packet
+	named         int    // rows that exist only because the peer named them
 }
 
-// An entry is what lies between this node and a peer for one key: what either
-// has lent to the other, and what either needs.
+// An entry holds the loans and needs between this node and a peer for one key, in both
+// directions.
 //
-// A loan's counters only rise, and each has one writer: out the lender; used and
-// ret the borrower. So packets may be lost, repeated and overtaken. (out, used +
+// A loan's counters only rise, and each has one writer: the lender writes out, the
+// borrower used and ret. So packets may be lost, repeated and reordered. (out, used +
 // ret) is the bounded counter of Balegas et al., Extending eventually consistent
 // cloud databases for enforcing numeric invariants, 2015.
 type entry struct {
 	row  *row
 	peer *peer
 
-	lent     loan // to the peer; its used and ret are what was heard
-	borrowed loan // from the peer; its out is what was heard
+	lent     loan // to the peer; used and ret are copies of the peer's counters
+	borrowed loan // from the peer; out is a copy of the peer's counter
 
-	need    int64         // what the peer was told
-	needAt  time.Duration // when
-	itsNeed int64
-	sent    time.Duration // its clock: the newest packet that spoke of this
+	need    int64         // this node's need, as told to the peer
+	needAt  time.Duration // when need was last told
+	itsNeed int64         // the peer's need
+	sent    time.Duration // peer's clock: the newest packet that named the key
 
-	pinned bool // counted in the peer's
-	dirty  bool // differs from what the last change said
+	pinned bool // counted in peer.pinned
+	dirty  bool // changed since the last touch
 	change crdt.Change[*entry]
 }
 
-// A loan is a series of loans: out is the sum of all. A series is closed when all
-// of it is accounted for; its number, which rises, tells it from the next one.
+// A loan is a series of loans between two nodes, and out is their sum. A series can be
+// closed when all its tokens were used or returned. The next series has a higher number.
 type loan struct {
 	series         uint64 // 0 is none
 	out, used, ret int64
-	last           time.Duration // when something was lent, or used
+	last           time.Duration // when tokens were last lent, received or spent
 }
 
 func (l *loan) open() int64 { return l.out - l.used - l.ret }
@@ -94,8 +96,8 @@ func (e *entry) touch() {
 	e.peer.changes.Touch(&e.change)
 }
 
-// entries yields what lies between the node and p, that of the latest change last.
-// The one that is yielded may be dropped.
+// entries yields all entries of p in the order of their changes, the latest last. The
+// caller may drop the yielded entry.
 func (p *peer) entries(yield func(*entry) bool) {
 	for c := p.changes.First(); c != nil; {
 		next := c.Next()
@@ -106,8 +108,8 @@ func (p *peer) entries(yield func(*entry) bool) {
 	}
 }
 
-// entry is the one between r and p, made if need be. There is nothing to tell of
-// it until it is touched.
+// entry returns the entry between r and p, and makes it if there is none. A new entry is
+// not sent until it is touched.
 func (r *row) entry(p *peer) *entry {
 	if e := r.with(p); e != nil {
 		return e
@@ -123,7 +125,7 @@ func (r *row) entry(p *peer) *entry {
 	return e
 }
 
-// with is the entry between r and p, or nil.
+// with returns the entry between r and p, or nil.
 func (r *row) with(p *peer) *entry {
 	if p.slot < len(r.entries) {
 		return r.entries[p.slot]
@@ -131,14 +133,14 @@ func (r *row) with(p *peer) *entry {
 	return nil
 }
 
-// blank tells whether nothing would be lost with e, and the peer knows.
+// blank tells whether e holds no loan and no need, and the peer has acked that.
 func (e *entry) blank() bool {
 	return e.lent.series == 0 && e.borrowed.series == 0 && e.need == 0 && e.itsNeed == 0 &&
 		!e.dirty && e.change.Mark <= e.peer.acked
 }
 
-// drop forgets e. A packet that is not newer than the last that spoke of it could
-// bring it back, and is refused from now on.
+// drop forgets e. A packet no newer than e.sent could bring the entry back, so such
+// packets are refused from now on.
 func (e *entry) drop() {
 	p := e.peer
 	p.floor = max(p.floor, e.sent)
@@ -146,15 +148,14 @@ func (e *entry) drop() {
 	e.row.entries[p.slot] = nil
 }
 
-// The keys that are known because peers named them, and that nobody uses here, are at
-// most these parts of Config.MaxKeys: of one peer, and of all. A few are always let in.
+// Bounds for keys that peers have named and this node does not use.
 const (
-	namedBy    = 8
-	namedByAll = 4
-	fewKeys    = 1024
+	namedBy    = 8    // one peer: MaxKeys/namedBy keys
+	namedByAll = 4    // all peers together: MaxKeys/namedByAll keys
+	fewKeys    = 1024 // always allowed, within MaxKeys
 )
 
-// own says that the key is used here, or is forgotten.
+// own counts the key no longer as named by a peer: this node uses it, or forgets it.
 func (r *row) own() {
 	if r.by != nil {
 		r.by.named--
@@ -173,7 +174,7 @@ func (e *entry) lend(amount int64) {
 	e.lent.out += amount
 	e.lent.last = n.now
 	if !e.peer.lent.some() {
-		// The peer is fresh. Its lease counts from here, whenever it hears of it.
+		// The peer is fresh. Its lease counts from here, however late it hears of the loan.
 		e.peer.renewed, e.peer.renewedAt = e.peer.sent, e.peer.heard
 	}
 	r.level -= amount
@@ -183,10 +184,10 @@ func (e *entry) lend(amount int64) {
 	e.dirty = true
 }
 
-// accounted takes in what the borrower says it has used and returned.
+// accounted merges the borrower's counters of used and returned tokens.
 func (e *entry) accounted(used, ret int64) {
-	// Each counter rises by itself: together they may not exceed what is open, whatever
-	// two packets, or two entries of one, say.
+	// The counters rise independently. Two packets, or two entries of one packet, must not
+	// take more than the open amount together.
 	u := min(max(0, used-e.lent.used), e.lent.open())
 	b := min(max(0, ret-e.lent.ret), e.lent.open()-u)
 	if u+b == 0 {
@@ -209,7 +210,7 @@ func (e *entry) accounted(used, ret int64) {
 	}
 }
 
-// pin counts e among those whose lease is not renewed, or not any more.
+// pin adds e to peer.pinned, the keys whose lease is not renewed, or takes it out.
 func (e *entry) pin(on bool) {
 	switch {
 	case on == e.pinned:
@@ -227,8 +228,8 @@ func (e *entry) release(amount int64) {
 	e.peer.lent.add(-amount)
 }
 
-// received takes in what the lender has lent, as far as it can have it. The rest goes
-// back, unseen by the row's sums.
+// received merges the lender's counter of lent tokens. It takes as many as the lender's
+// allowance covers. The rest goes back, and the row's sums do not count it.
 func (e *entry) received(series uint64, out int64) {
 	if series != e.borrowed.series {
 		e.void()
@@ -266,7 +267,7 @@ func (e *entry) giveBack(amount int64) {
 	e.dirty = true
 }
 
-// void forgets a series of loans, spent or not.
+// void forgets a series of loans that were borrowed, with its unspent tokens.
 func (e *entry) void() {
 	if x := e.held(); x > 0 {
 		e.peer.held.add(-x)

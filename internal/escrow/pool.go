@@ -5,12 +5,12 @@ package escrow
 
 import "sync/atomic"
 
-// A pool holds tokens that were taken from the level ahead, so that most
-// admissions read no clock and take no lock. They stay part of the level.
+// A pool holds tokens that were taken from the level ahead, so that most admissions read no
+// clock and take no lock. They stay part of the level.
 //
-// Below zero is empty too: of those that see the last token at the same time,
-// all but one find that they came too late, and leave their mark until the next
-// fill or empty. Both of these are called under the set's lock.
+// A pool below zero is empty too. If several callers see the last token at the same time,
+// one gets it. Each of the others lowers the count by one, until the next fill or empty.
+// Both are called under the set's lock.
 type pool struct {
 	n atomic.Int64 // tokens
 }
@@ -32,10 +32,10 @@ func (p *pool) takeN(n int64) bool {
 	}
 }
 
-// left is what is in the pool.
+// left returns how many tokens are in the pool.
 func (p *pool) left() int64 { return max(0, p.n.Load()) }
 
-// empty takes all that is in the pool.
+// empty takes all tokens out of the pool, and returns how many.
 func (p *pool) empty() int64 { return max(0, p.n.Swap(0)) }
 
 // fill puts tokens into an empty pool.

@@ -14,23 +14,23 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
-// pooledSilent is after which silence a peer is assumed to use its part of the rate:
-// three keep-alives.
+// pooledSilent is how long a peer may be silent before it is assumed to use its part of
+// the rate: three keep-alives.
 const pooledSilent = 150 * time.Millisecond
 
-// pooledLearner is after which silence that ends for a learner, which nobody can evict. The
-// value is that of breaker.FleetConfig.Keep: a cut that lasts longer is rare.
+// pooledLearner is how long a learner may be silent before it is assumed to use nothing,
+// since nobody can evict a learner. It equals breaker.FleetConfig.Keep: a longer cut is rare.
 const pooledLearner = 10 * time.Minute
 
-// pooled is the limits of one process in the optimistic strategy: every process has
-// the whole bucket, and takes from it what all of them say that they have used. What
-// each has used is a grow-only counter with one writer (Shapiro et al., Conflict-free
-// replicated data types, 2011), so packets may be lost, repeated and overtake each
-// other. [Pooled] says what it does not promise.
+// pooled holds the limits of one process in the optimistic strategy. Every process has the
+// whole bucket, and subtracts the use that all processes report. Each process's use is a
+// grow-only counter with one writer (Shapiro et al., Conflict-free replicated data types,
+// 2011), so packets may be lost, repeated and reordered. [Pooled] says what it does not
+// promise.
 //
-// While others are denied and less than half of the bucket is there, a process keeps
-// to 98 % of its max-min fair part, by what each was asked for lately. Else the one
-// whose clock is fastest would have it all.
+// If others are denied and less than half of the bucket is left, a process uses at most 98 %
+// of its fair part. The part is max-min fair by the recent demand at each process. Without
+// this rule the process with the fastest clock would get all tokens.
 //
 // It runs no goroutine, and is safe for concurrent use. A decision takes a lock and
 // reads the clock.
@@ -41,38 +41,38 @@ type pooled struct {
 
 	mu      sync.Mutex
 	self    crdt.Replica
-	over    bool
-	closed  chan struct{} // closed with over
-	now     time.Duration
+	over    bool          // Close was called
+	closed  chan struct{} // closed by Close
+	now     time.Duration // the latest time seen; only rises
 	rows    map[string]*pooledRow
 	changes crdt.Changes[*pooledRow]
-	series  uint64
+	series  uint64                 // the latest number of a series
 	peers   map[string]*pooledPeer // by name, the latest incarnation
-	present float64                // the part of the fleet that is heard, this process included
+	present float64                // fraction of the fleet that is heard, this process included
 	demands []float64              // scratch
-	lookAt  time.Duration          // when it is counted again
+	lookAt  time.Duration          // when present is counted again
 	fence   time.Duration          // nothing is admitted from then on
 	resets  uint64                 // of the configuration in force
-	pruneAt time.Duration
-	changed func()
+	pruneAt time.Duration          // the earliest next search for keys to forget
+	changed func()                 // see OnChange; may be nil
 }
 
-// A pooledPeer is what is known of one incarnation of another process.
+// A pooledPeer is one incarnation of another process, as known here.
 type pooledPeer struct {
 	incarnation uint64
 	heard       time.Duration
-	out         bool // the roster has its name no more: nothing is assumed of it when it is silent
+	out         bool // not in the roster: once silent it is assumed to use nothing
 	used        map[string]*pooledUse
 }
 
-// A pooledUse is what a peer has used of one key.
+// A pooledUse is a peer's use of one key.
 type pooledUse struct {
 	series   uint64
-	used     int64 // micro-tokens of the series, as heard
-	asked    int64
-	at       time.Duration
-	rate     float64       // that was asked for lately, micro-tokens per second
-	starving time.Duration // until then it counts as being denied
+	used     int64         // micro-tokens used in the series, as heard
+	asked    int64         // micro-tokens asked for in the series, as heard
+	at       time.Duration // when rate was computed
+	rate     float64       // recent demand, micro-tokens per second
+	starving time.Duration // until then the peer counts as denied
 }
 
 // A pooledHandle is the handle of one key of a pooled. It is safe for
@@ -80,49 +80,49 @@ type pooledUse struct {
 type pooledHandle struct {
 	set *pooled
 	key string
-	row *pooledRow // guarded by set.mu; of an earlier incarnation of the key, or nil, until it is used
+	row *pooledRow // nil or dead until the next use finds the key's row; guarded by set.mu
 }
 
-// A pooledRow is one key's books. Amounts are micro-tokens.
+// A pooledRow is the state of one key. Amounts are micro-tokens.
 type pooledRow struct {
 	key    string
 	rate   float64 // per second
 	burst  int64
-	level  float64 // below zero is debt, down to -burst
-	at     time.Duration
-	series uint64 // of used: a key that was forgotten begins anew
-	used   int64  // by this process, what was given back included
-	out    int64  // of it, that may be given back
-	credit int64  // given back: it is admitted once more, and not told again
-	asked  int64  // of it, denied or not
+	level  float64       // below zero is debt, down to -burst
+	at     time.Duration // when level was computed
+	series uint64        // of used and asked; a forgotten key gets a new one when it returns
+	used   int64         // used by this process, refunded tokens included
+	out    int64         // admitted tokens that may be refunded
+	credit int64         // refunded tokens: admitted once more without telling peers
+	asked  int64         // asked for at this process, denied or not
 	usedAt time.Duration
 	change crdt.Change[*pooledRow]
 	dead   bool // forgotten
 
-	turn     chan struct{} // of the waiter that is next; who waits queues for it
-	waiting  int
-	deniedAt time.Duration
-	toldAt   time.Duration // that it is denied
+	turn     chan struct{} // held by the first waiter; the others queue for it
+	waiting  int           // waiters
+	deniedAt time.Duration // the latest denial
+	toldAt   time.Duration // when peers were last told of a denial
 
-	fair     float64 // this process's part while others are denied, per second; 0 is no part
-	fairLeft float64 // of it
-	fairAt   time.Duration
-	fairLook time.Duration // when the part is computed again
+	fair     float64       // this process's part of the rate, per second, while others are denied; 0 is no part
+	fairLeft float64       // tokens left of the part
+	fairAt   time.Duration // when fairLeft was computed
+	fairLook time.Duration // when fair is computed again
 }
 
 const (
-	pooledIdle  = 10 * time.Second       // a key is forgotten after
-	starvingFor = 100 * time.Millisecond // a denial is remembered for
-	starvedTell = 40 * time.Millisecond  // and told again after
-	lookEvery   = 10 * time.Millisecond  // who is heard, and who is denied, is looked at every
+	pooledIdle  = 10 * time.Second       // a full key may be forgotten when it is idle for longer
+	starvingFor = 100 * time.Millisecond // a denial counts for that long
+	starvedTell = 40 * time.Millisecond  // peers are told of denials once in that time
+	lookEvery   = 10 * time.Millisecond  // between two looks at who is heard and who is denied
 	longAgo     = -time.Hour
-	fairSlack   = 0.98                  // of its part a process keeps to, while less than half of the bucket is there
-	fairBurst   = 20 * time.Millisecond // of a part may be used at once
-	rateOver    = 100 * time.Millisecond
-	fenceAsk    = 20 * time.Millisecond // behind a fence waiters ask again after
+	fairSlack   = 0.98                   // fraction of its fair part that a process may use
+	fairBurst   = 20 * time.Millisecond  // fairLeft holds at most that much of fair
+	rateOver    = 100 * time.Millisecond // time constant of pooledUse.rate
+	fenceAsk    = 20 * time.Millisecond  // behind a fence a waiter asks again after that time
 )
 
-// newPooled is the pooled limits of an incarnation that begins now. cfg was validated.
+// newPooled makes the pooled limits of an incarnation that begins now. cfg was validated.
 func newPooled(self crdt.Replica, cfg Config, clock func() time.Duration) *pooled {
 	p := &pooled{
 		cfg: cfg.WithDefaults(), self: self, config: cfg.fingerprint(), clock: clock, closed: make(chan struct{}),
@@ -132,11 +132,11 @@ func newPooled(self crdt.Replica, cfg Config, clock func() time.Duration) *poole
 	return p
 }
 
-// Key is a handle of a key. It does not fail: a key that is too long, or one too
-// many, is denied everything.
+// Key makes a handle of a key. It does not fail: if the key is too long, or there are too
+// many keys, the handle denies everything.
 func (p *pooled) Key(key string) *pooledHandle { return &pooledHandle{set: p, key: key} }
 
-// rowLocked is the key's books, opened if need be; nil if there is no room.
+// rowLocked returns the key's row, and makes it if there is none; nil if there is no room.
 func (p *pooled) rowLocked(key string) *pooledRow {
 	if r := p.rows[key]; r != nil || !validKey(key) {
 		return r
@@ -167,8 +167,8 @@ func (p *pooled) limit(key string) Limit {
 	return p.cfg.Limit
 }
 
-// adopt takes in the limits of a configuration. What is there of a limit stays there, as far
-// as the burst goes.
+// adopt takes over the limits of a configuration. Levels stay as they are, up to the new
+// burst.
 func (p *pooled) adopt(c Configuration) {
 	p.lockAt(p.clock())
 	defer p.mu.Unlock()
@@ -197,14 +197,14 @@ func (p *pooled) adopt(c Configuration) {
 	p.passLocked(p.now)
 }
 
-// mint is [Node.Mint]: nothing is admitted from then on.
+// mint is [Node.Mint]: nothing is admitted from until on.
 func (p *pooled) mint(until time.Duration) {
 	p.lockAt(p.clock())
 	defer p.mu.Unlock()
 	p.fence = until
 }
 
-// rejoin goes on as another incarnation, which has used nothing yet.
+// rejoin continues as another incarnation, which has used nothing yet.
 func (p *pooled) rejoin(self crdt.Replica) {
 	p.lockAt(p.clock())
 	defer p.mu.Unlock()
@@ -222,7 +222,7 @@ func (l *pooledHandle) rowLocked() *pooledRow {
 	return l.row
 }
 
-// forgetLocked drops keys that are full and idle for longer than packets take.
+// forgetLocked drops keys that are full and idle for longer than packets travel.
 func (p *pooled) forgetLocked() {
 	for key, r := range p.rows {
 		p.refillLocked(r)
@@ -266,14 +266,14 @@ func (p *pooled) passLocked(now time.Duration) {
 	}
 }
 
-// refillLocked brings the level up to now: the whole rate, less what silent peers
-// are assumed to use.
+// refillLocked brings the level up to now: it adds the whole rate, less the assumed use of
+// silent peers.
 func (p *pooled) refillLocked(r *pooledRow) {
 	r.level = min(float64(r.burst-r.credit), r.level+r.rate*p.present*(p.now-r.at).Seconds())
 	r.at = p.now
 }
 
-// fairLocked brings this process's part up to now. There is one while a peer is
+// fairLocked brings this process's fair part up to now. It has one only while a peer is
 // denied.
 func (p *pooled) fairLocked(r *pooledRow) {
 	most := max(r.fair*fairBurst.Seconds(), micro)
@@ -304,9 +304,9 @@ func (p *pooled) fairLocked(r *pooledRow) {
 	}
 }
 
-// share is what one who asks for as much as it can get may have of rate beside
-// others: max-min fairness, by which who asks for less gets what it asks for, and
-// the rest share equally (Bertsekas and Gallager, Data Networks, 1992).
+// share is the part of rate for a process with unlimited demand beside others with these
+// demands, by max-min fairness: small demands are met, and the rest is shared equally
+// (Bertsekas and Gallager, Data Networks, 1992).
 func share(rate float64, others []float64) float64 {
 	slices.Sort(others)
 	for i, d := range others {
@@ -319,8 +319,8 @@ func share(rate float64, others []float64) float64 {
 	return rate
 }
 
-// bounded tells whether this process keeps to its part. It need not while half of
-// the bucket is there; the other half is for those who ask for less than their
+// bounded tells whether this process keeps to its fair part. It need not while at least
+// half of the bucket is left. The other half is for processes that ask for less than their
 // part.
 func (r *pooledRow) bounded() bool { return r.fair > 0 && r.level < float64(r.burst)/2 }
 
@@ -332,7 +332,7 @@ func (p *pooled) takeLocked(r *pooledRow, amount int64) bool {
 		p.denyLocked(r)
 		return false
 	}
-	again := min(r.credit, amount) // peers know of it already
+	again := min(r.credit, amount) // peers were told of these tokens before
 	fresh := amount - again
 	if fresh > 0 && (r.level < float64(fresh) || r.bounded() && r.fairLeft <= 0) {
 		p.denyLocked(r)
@@ -361,10 +361,10 @@ func (p *pooled) denyLocked(r *pooledRow) {
 	}
 }
 
-// untilLocked is how long it takes until so many are there, if nobody else uses
-// any.
+// untilLocked is how long it takes until the amount is there, if no other process uses
+// tokens.
 func (p *pooled) untilLocked(r *pooledRow, amount int64) time.Duration {
-	if p.now >= p.fence { // nothing tells when that ends
+	if p.now >= p.fence { // no event tells when a fence is lifted
 		return fenceAsk
 	}
 	missing := float64(amount-min(r.credit, amount)) - r.level
@@ -375,8 +375,8 @@ func (p *pooled) untilLocked(r *pooledRow, amount int64) time.Duration {
 	return min(max(wait, minAsk), time.Second)
 }
 
-// try admits n, or says how long to wait before it is worth asking again. A
-// waiter comes before everybody who asks only once.
+// try admits n tokens, or returns how long to wait before asking again. Waiters come before
+// callers that ask only once.
 func (l *pooledHandle) try(n int, waiter bool) (bool, time.Duration) {
 	p := l.set
 	p.lockAt(p.clock())
@@ -411,7 +411,7 @@ func (l *pooledHandle) tryLocked(amount int64, waiter bool) (bool, time.Duration
 	return false, p.untilLocked(r, amount)
 }
 
-// AllowN is that of [Handle.AllowN].
+// AllowN is [Handle.AllowN].
 func (l *pooledHandle) AllowN(n int) bool {
 	if n <= 0 {
 		return true
@@ -420,7 +420,7 @@ func (l *pooledHandle) AllowN(n int) bool {
 	return ok
 }
 
-// Admit is that of [Handle.Admit].
+// Admit is [Handle.Admit].
 func (l *pooledHandle) Admit() time.Duration {
 	ok, wait := l.try(1, false)
 	if ok {
@@ -429,7 +429,7 @@ func (l *pooledHandle) Admit() time.Duration {
 	return wait
 }
 
-// WaitN is that of [Handle.WaitN].
+// WaitN is [Handle.WaitN].
 func (l *pooledHandle) WaitN(ctx context.Context, n int) error {
 	if err := ctx.Err(); err != nil || n <= 0 {
 		return err
@@ -465,7 +465,8 @@ func (l *pooledHandle) WaitN(ctx context.Context, n int) error {
 	}
 }
 
-// fits says whether so many can ever be admitted: a configuration may have cut the burst.
+// fits returns an error if the amount can never be admitted: a configuration may have cut
+// the burst.
 func (l *pooledHandle) fits(amount int64) error {
 	l.set.mu.Lock()
 	defer l.set.mu.Unlock()
@@ -475,7 +476,7 @@ func (l *pooledHandle) fits(amount int64) error {
 	return nil
 }
 
-// Level is that of [Handle.Level].
+// Level is [Handle.Level].
 func (l *pooledHandle) Level() (limit Limit, left int, next time.Duration) {
 	p := l.set
 	p.lockAt(p.clock())
@@ -495,8 +496,8 @@ func (l *pooledHandle) Level() (limit Limit, left int, next time.Duration) {
 	return Limit{Rate: r.rate / micro, Burst: int(r.burst / micro)}, left, next
 }
 
-// Refund gives back what was admitted and not used, as far as the bucket has room.
-// Peers were told of it and hear nothing: this process admits it once more.
+// Refund gives back tokens that were admitted and not used, as far as the bucket has room.
+// Peers keep counting them as used: this process may admit them once more.
 func (l *pooledHandle) Refund(n int) {
 	p := l.set
 	p.lockAt(p.clock())
@@ -511,7 +512,7 @@ func (l *pooledHandle) Refund(n int) {
 	r.credit += back
 }
 
-// queue counts one more who waits; a row that is waited for is not forgotten.
+// queue counts a new waiter. A row with waiters is not forgotten.
 func (l *pooledHandle) queue(amount int64) (*pooledRow, error) {
 	p := l.set
 	p.lockAt(p.clock())
@@ -530,14 +531,14 @@ func (l *pooledHandle) queue(amount int64) (*pooledRow, error) {
 	return r, nil
 }
 
-// OnChange is that of [Set.OnChange], without a lock.
+// OnChange is [Set.OnChange], but f is called without a lock.
 func (p *pooled) OnChange(f func()) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.changed = f
 }
 
-// Close is that of [Set.Close].
+// Close is [Set.Close].
 func (p *pooled) Close() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -547,7 +548,7 @@ func (p *pooled) Close() {
 	}
 }
 
-// stats puts the pool's figures in place of the node's, which has no tokens.
+// stats replaces the node's figures, since the node has no tokens with [Pooled].
 func (p *pooled) stats(s *Stats) {
 	p.lockAt(p.clock())
 	defer p.mu.Unlock()

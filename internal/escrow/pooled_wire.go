@@ -14,7 +14,7 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt/wire"
 )
 
-// What a packet says, of the sender's own use, integers but one as varints:
+// A packet holds the sender's own use. Integers are varints unless a size is given:
 //
 //	version  byte
 //	config   4 bytes, the fingerprint of the limits
@@ -23,26 +23,26 @@ import (
 //	  series
 //	  used   micro-tokens, in the series
 //	  asked  micro-tokens, in the series
-//	  flags  byte: 1 is denied lately
+//	  flags  byte: 1 is denied recently
 const (
 	pooledVersion = 1
 	pooledHeader  = 5
 	pooledDenied  = 1
 )
 
-// Mark is the number of the latest change; they concern every peer.
+// Mark returns the number of the latest change. Each change concerns every peer.
 func (p *pooled) Mark(crdt.Replica) uint64 {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.changes.Mark()
 }
 
-// Counted is that mark; see gossip.Counter.
+// Counted returns the same number as Mark; see gossip.Counter.
 func (p *pooled) Counted() uint64 { return p.Mark(crdt.Replica{}) }
 
-// Delta appends what this process has used of keys since a mark, oldest change
-// first; see gossip.Section. With nothing new it appends a header, from which the
-// peer learns that this process is there. 1 KiB always makes progress.
+// Delta appends this process's use of the keys that changed after since, oldest change
+// first; see gossip.Section. Without changes it appends only a header, which shows the
+// peer that this process is alive. With a room of 1 KiB it always makes progress.
 func (p *pooled) Delta(now time.Duration, b []byte, _ crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
 	p.lockAt(now)
 	defer p.mu.Unlock()
@@ -70,12 +70,12 @@ func (p *pooled) Delta(now time.Duration, b []byte, _ crdt.Replica, since uint64
 	return b, p.changes.Mark()
 }
 
-// Keeps tells that each peer is to be heard all the time: one that is not is assumed
-// to use its part after Silent; see gossip.Keeper.
+// Keeps is true for every peer: each must be heard all the time, since a peer that is
+// silent for pooledSilent is assumed to use its part; see gossip.Keeper.
 func (p *pooled) Keeps(crdt.Replica) bool { return true }
 
-// Merge takes in what a peer's Delta appended. It is commutative and idempotent.
-// After an error nothing was taken in.
+// Merge merges a packet of a peer's Delta. It is commutative and idempotent. On an error
+// nothing is merged.
 func (p *pooled) Merge(c crdt.Contact, b []byte) error {
 	r := reader{wire.Read(b)}
 	if v := r.Byte("version"); v != pooledVersion {
@@ -129,23 +129,24 @@ func (r *reader) use() (s pooledSaid) {
 	return s
 }
 
-// useLocked takes what a peer has used out of the bucket, less what it was assumed
-// to use while it was silent. Debt beyond the burst is let go, or a split would be
-// followed by as long a famine.
+// useLocked subtracts a peer's new use from the bucket, less its assumed use during its
+// silence. Debt beyond the burst is dropped: otherwise everyone would be denied after a
+// split, for as long as the split lasted.
 func (p *pooled) useLocked(peer *pooledPeer, silent time.Duration, s pooledSaid) {
 	r := p.rowLocked(string(s.key))
 	if r == nil {
-		return // one too many: it is denied here
+		return // no room for the key: it is denied here
 	}
 	u, floor := peer.used[r.key], -float64(r.burst)
 	first := u == nil
 	if first {
-		// It may have used that long ago. If not, the bucket is as good as empty.
+		// The peer may have used that long ago. If not, the bucket may be emptied, but no debt
+		// is made.
 		u, floor = &pooledUse{at: p.now}, min(r.level, 0)
 		peer.used[r.key] = u
 	}
 	if s.series < u.series || s.series == u.series && (s.used < u.used || s.asked < u.asked) {
-		return // overtaken
+		return // a newer packet came first
 	}
 	if s.series > u.series {
 		u.series, u.used, u.asked = s.series, 0, 0
@@ -165,8 +166,7 @@ func (p *pooled) useLocked(peer *pooledPeer, silent time.Duration, s pooledSaid)
 	r.level = max(r.level-max(0, more-assumed), floor)
 }
 
-// count follows the rate of a use: what came within rateOver, exponentially
-// weighted.
+// count adds demand to the rate, an exponentially weighted mean over rateOver.
 func (u *pooledUse) count(now time.Duration, more float64) {
 	u.rate = u.lately(now) + more/rateOver.Seconds()
 	u.at = now
@@ -176,8 +176,7 @@ func (u *pooledUse) lately(now time.Duration) float64 {
 	return u.rate * decay(now-u.at)
 }
 
-// Gone says that a peer's incarnation is over for good: nothing is assumed of it any
-// more.
+// Gone says that a peer's incarnation is over for good. Nothing is assumed of it any more.
 func (p *pooled) Gone(now time.Duration, id crdt.Replica) {
 	p.lockAt(now)
 	defer p.mu.Unlock()

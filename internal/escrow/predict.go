@@ -8,13 +8,13 @@ import (
 	"time"
 )
 
-// A forecast learns how much a key is asked for, in micro-tokens per window:
-// exponentially weighted mean and variance (Finch, Incremental calculation of
-// weighted mean and variance, 2009) of what was asked for in each.
+// A forecast learns the demand for a key, in micro-tokens per window. It keeps the
+// exponentially weighted mean and variance of the windows (Finch, Incremental calculation
+// of weighted mean and variance, 2009).
 type forecast struct {
 	mean, variance float64
-	asked          int64 // in the window that began at since
-	since          time.Duration
+	asked          int64         // demand in the present window
+	since          time.Duration // start of the present window
 }
 
 const (
@@ -22,14 +22,15 @@ const (
 	newest    = 1. / 8 // weight of the newest window
 	forgotten = 200    // windows after which nothing is left of a mean
 
-	// One window in 3,000 of a Poisson process of jumpFrom, and fewer of a faster
-	// one, is as far from its mean as jump.
+	// A window counts as a jump if it differs from the mean by more than the factor jump, and
+	// the larger of both is at least jumpFrom. In a Poisson process with mean jumpFrom one
+	// window in 3,000 does so by chance, with a larger mean fewer.
 	jump     = 4
 	jumpFrom = 8 * micro
 )
 
-// observe closes the windows that have ended. most is what one window can be
-// asked for at most: more than the whole limit is no demand that anybody can meet.
+// observe closes the windows that have ended. most bounds the demand of one window: nobody
+// can meet a demand above the whole limit.
 func (f *forecast) observe(now, window time.Duration, most float64) {
 	took := now - f.since
 	if took < window {
@@ -38,7 +39,7 @@ func (f *forecast) observe(now, window time.Duration, most float64) {
 	n := int(min(took/window, forgotten))
 	x := min(float64(f.asked)/float64(max(took/window, 1)), most)
 	if lo, hi := min(x, f.mean), max(x, f.mean); hi > jump*lo && hi >= jumpFrom {
-		f.mean, f.variance = x, x*micro // no fluctuation: something began or ended
+		f.mean, f.variance = x, x*micro // no fluctuation: demand began or ended
 		n = 0
 	}
 	for range n {
@@ -57,8 +58,7 @@ func (f *forecast) observe(now, window time.Duration, most float64) {
 	}
 }
 
-// alpha is the confidence in the forecast: max(0.3, 1 − 0.7·σ/μ), and 0.3 when
-// nothing is asked for.
+// alpha is the confidence in the forecast: max(0.3, 1 − 0.7·σ/μ), or 0.3 without demand.
 func (f *forecast) alpha() float64 {
 	if f.mean <= 0 {
 		return 0.3

@@ -5,8 +5,8 @@ package escrow
 
 import "time"
 
-// schedule sets the row's next step; never takes it out of the queue, which is a
-// binary heap.
+// schedule sets the time of the row's next step; never takes the row out of the queue. The
+// queue is a binary heap.
 func (n *Node) schedule(r *row, at time.Duration) {
 	switch {
 	case r.queued < 0 && at == never:
@@ -43,7 +43,7 @@ func (n *Node) swap(i, j int) {
 	q[i].queued, q[j].queued = i, j
 }
 
-// fix restores the order after the row at i has changed.
+// fix restores the heap's order after row i has changed.
 func (n *Node) fix(i int) {
 	q := n.queue
 	for i > 0 && q[i].next < q[(i-1)/2].next {

@@ -8,40 +8,39 @@ import (
 	"math/bits"
 )
 
-// A Roster says who mints, and how much of it. Shares are configured, and never
-// follow from who can be seen, or both sides of a split would mint it all.
+// A Roster says which nodes mint, and how much. Shares are configured. They never follow
+// from the nodes that are seen: otherwise both sides of a split would mint the whole limit.
 //
-// Who only borrows is in it too, with NoShare, or is a learner.
+// A node that only borrows is a member with NoShare, or a learner.
 type Roster struct {
-	// Number tells one roster from its successor. Nodes with different rosters
+	// Number differs between a roster and its successor. Nodes with different rosters
 	// refuse each other's packets.
 	Number  uint64
-	Members []Member // at most 1,024, in any order; the same everywhere
+	Members []Member // at most 1,024, in any order; the same at all nodes
 
-	// Learners lets names that are not in the roster take part; they mint nothing and
-	// live on loans. The price: a member that starts again mints nothing for 1.011 s,
-	// for it cannot know all who may still hold what it had lent.
+	// Learners lets names that are not in the roster take part. They mint nothing, and only
+	// borrow. The price: a member that starts again mints nothing for 1.011 s, since it does
+	// not know which learners may still hold its loans.
 	Learners bool
 
-	// Unstable says that names do not come back after a restart, as those of a
-	// Deployment's pods do not. Then a share must not wait for its name: see
-	// Config.OnSilence.
+	// Unstable says that names do not come back after a restart, like those of the pods of a
+	// Deployment. Then a share must not wait for its name: see Config.OnSilence.
 	Unstable bool
 }
 
 // A Member is a name with a share.
 type Member struct {
-	// Name is that of [crdt.Replica]: stable over restarts, and of one living
-	// process at a time. A share whose name does not come back is stranded.
+	// Name is the name of the [crdt.Replica]. It is stable over restarts, and only one living
+	// process has it at a time. If the name does not come back, its share is stranded.
 	Name string
-	// Weight is the member's part of the sum of all weights. In [0, 1000000];
-	// unset means 1 unless NoShare is set.
+	// Weight is the member's part of the sum of all weights. In [0, 1000000]; unset means 1
+	// unless NoShare is set.
 	Weight int
 	// NoShare makes the weight 0: the member only borrows.
 	NoShare bool
 }
 
-// Weighs is the weight that counts: Weight, 1 if that is unset, and 0 with NoShare.
+// Weighs returns the effective weight: Weight, or 1 if that is unset, or 0 with NoShare.
 func (m Member) Weighs() int64 {
 	switch {
 	case m.NoShare:
@@ -65,7 +64,7 @@ func (r Roster) index(name string) int {
 // admits tells whether the name may take part.
 func (r Roster) admits(name string) bool { return r.Learners || r.index(name) >= 0 }
 
-// weights is the sum of all, and the smallest that is a share at all.
+// weights returns the sum of all weights, and the smallest weight above 0.
 func (r Roster) weights() (sum, least int64) {
 	for _, m := range r.Members {
 		w := m.Weighs()
@@ -77,7 +76,7 @@ func (r Roster) weights() (sum, least int64) {
 	return sum, least
 }
 
-// part is v·w/sum, rounded down, so that parts never sum up to more than v.
+// part returns v·w/sum, rounded down, so that parts never add up to more than v.
 func part(v, w, sum int64) int64 {
 	if sum <= 0 {
 		return 0
@@ -87,19 +86,20 @@ func part(v, w, sum int64) int64 {
 	return int64(q)
 }
 
-// minSpread is the smallest share of the burst with which a limit is spread
-// over the roster; below it the whole limit has one owner node per key.
+// minSpread is the smallest share of the burst with which a limit is spread over the
+// roster. Below it the whole limit has one owner node per key.
 //
-// In a spread limit a node that has lent part of a token cannot mint a whole one
-// with a cap of one, and with less it never has one: 5/s with a burst of 5 over 10
-// nodes admits nothing. From two on all that waits is served, and what is lost is
-// up to a token that each node has not completed, once. One owner has no such
-// loss, at the price of a round trip for everybody else, of tokens that wait where
-// nobody asks again, and of the whole limit while it is down: with demand that
-// does not wait it admits less than a spread limit at any size above this.
+// In a spread limit a node with a cap of one token cannot mint a whole token while it has
+// lent part of one. With a smaller cap it never has a whole token: 5/s with a burst of 5
+// over 10 nodes admits nothing. From two tokens on every waiter is served. Each node may lose
+// up to one token that it has not completed, once.
+//
+// One owner has no such loss. Its price: other nodes need a round trip, tokens wait at nodes
+// where nobody asks again, and the whole limit is gone while the owner is down. With demand
+// that does not wait, an owner admits less than a spread limit at any size above minSpread.
 const minSpread = 2 * micro
 
-// owner is the index of the member on which the key lives, or -1 if it is spread.
+// owner returns the index of the key's owner, or -1 if the limit is spread.
 func (r Roster) owner(key string, burst int64) int {
 	sum, least := r.weights()
 	if len(r.Members) <= 1 || part(burst, least, sum) >= minSpread {
@@ -108,10 +108,10 @@ func (r Roster) owner(key string, burst int64) int {
 	return r.rendezvous(key)
 }
 
-// rendezvous is the index of the member that a key chooses.
+// rendezvous returns the index of the member that owns a key.
 func (r Roster) rendezvous(key string) int {
-	// Rendezvous hashing (Thaler and Ravishankar, 1996): every node finds the same
-	// owner without asking, and keys spread evenly over owners.
+	// Rendezvous hashing (Thaler and Ravishankar, 1996): every node computes the same owner,
+	// and keys spread evenly over owners.
 	best, owner := uint64(0), -1
 	for i, m := range r.Members {
 		if m.Weighs() == 0 {
@@ -128,15 +128,15 @@ func (r Roster) rendezvous(key string) int {
 	return owner
 }
 
-// seedOf is a number of the name's own.
+// seedOf returns a number that depends on the name only.
 func seedOf(name string) uint64 {
 	h := fnv.New64a()
 	_, _ = h.Write([]byte(name))
 	return mix(h.Sum64())
 }
 
-// mix is the finalizer of MurmurHash3: FNV alone leaves its high bits to the
-// first bytes.
+// mix is the finalizer of MurmurHash3. In plain FNV the high bits depend mostly on the first
+// bytes.
 func mix(h uint64) uint64 {
 	h ^= h >> 33
 	h *= 0xff51afd7ed558ccd

@@ -13,90 +13,89 @@ import (
 // micro-token.
 const nanosPerMicro = 1e12
 
-// never is a time that does not come.
+// never is a time that is never reached.
 const never = time.Duration(math.MaxInt64)
 
-// A row is one key's books at one node. All amounts are micro-tokens.
+// A row is the state of one key at one node. All amounts are micro-tokens.
 //
-// What it keeps, at every instant: level + lent <= cap, where lent is all that
-// borrowers were given and have not yet reported as used or returned. Since no
-// borrower can hold more than that, the tokens of the fleet, wherever they are,
-// never exceed the sum of all caps, which is the burst.
+// Invariant at every instant: level + lent <= cap. lent counts the tokens that borrowers
+// have not yet reported as used or returned. No borrower can hold more than that. So the
+// tokens of the fleet never exceed the sum of all caps, which is the burst.
 type row struct {
 	name  string
-	burst int64
-	owner string // the name of the node where it lives; empty if spread
-	here  bool
+	burst int64         // of the whole limit
+	owner string        // name of the key's owner; empty if the limit is spread
+	here  bool          // this node is the owner
 	cap   int64         // this node's part of the burst
 	rate  uint64        // this node's part of the rate, in nano-tokens per second
-	full  float64       // the whole limit's rate, micro-tokens per second
+	full  float64       // rate of the whole limit, in micro-tokens per second
 	pace  time.Duration // time between two steps
-	fill  time.Duration // in which the whole burst is refilled, at most an hour
-	ahead float64       // the forecast's horizon, seconds
+	fill  time.Duration // time in which the rate refills the whole burst, at most an hour
+	ahead float64       // horizon of the forecast, in seconds
 
-	level    int64 // own tokens; pooled of them are in the pool
-	pooled   int64
-	granted  int64 // of level, at an owner: what its own waiters drew
-	lent     int64 // given and not accounted for, over all borrowers
+	level    int64 // own tokens, with those in the pool
+	pooled   int64 // part of level that is in the pool
+	granted  int64 // at an owner: part of level that its own waiters drew
+	lent     int64 // lent and not yet reported as used or returned, over all borrowers
 	held     int64 // borrowed and not spent, over all lenders
 	mintedAt time.Duration
-	minted   uint64 // the rest of the last mint, below one micro-token
+	minted   uint64 // remainder of the latest mint, below one micro-token
 
-	by      *peer                 // who named it, until somebody here does; nil is nobody
-	lenders map[string]*allowance // by name; only those that are not full
-	entries []*entry              // by the peer's slot; nil where there is nothing between the two
-	cursor  int                   // the lender that is spent from
-	sooner  time.Duration         // no lease of what is held ends before
+	by      *peer                 // the peer that named the key; nil once this node uses it
+	lenders map[string]*allowance // by name of the lender; full ones are left out
+	entries []*entry              // by the peer's slot; nil without loans and needs
+	cursor  int                   // index in entries of the lender whose loan is spent next
+	sooner  time.Duration         // lower bound of the expiry of held tokens' leases
 
 	forecast  forecast
-	waiting   int64 // micro-tokens that waiters want, all together
-	head      int64 // what the first of them wants
-	lost      int64 // denied since the last step, and not asked again
-	want      int64 // denied, and asked again until wantUntil
-	wantUntil time.Duration
-	needing   bool // some peer has a need
-	drawing   bool // at an owner: it is drawn who gets the next token
-	stated    bool // some peer was told a need
+	waiting   int64         // sum of the amounts of all waiters
+	head      int64         // amount of the first waiter
+	lost      int64         // denied since the latest step, not expected again
+	want      int64         // denied; the caller is expected to ask again until wantUntil
+	wantUntil time.Duration // end of want
+	needing   bool          // a peer has a need
+	drawing   bool          // at an owner: tokens are drawn between peers and own waiters
+	stated    bool          // a peer was told a need
 
-	spentAt   time.Duration // when any of its tokens was last spent, or began to be waited for
-	yielding  bool          // see yields, as what follows
-	yieldAt   time.Duration // drawn; 0 is not yet
-	yieldTill time.Duration // 0 is not begun
+	spentAt   time.Duration // when a token was last spent, or when the oldest present wait began
+	yielding  bool          // the row yields now, see Node.yields
+	yieldAt   time.Duration // random time before which the row does not yield; 0 is not drawn
+	yieldTill time.Duration // end of the yield; 0 is not begun
 
-	last, next time.Duration // steps
-	open       int64         // see admitOpen
-	openAt     time.Duration
-	opened     bool
+	last, next time.Duration // times of the latest and the next step
+	open       int64         // left in the fail-open bucket, see Node.admitOpen
+	openAt     time.Duration // when open was last refilled
+	opened     bool          // the fail-open bucket has begun
 
-	over bool // more is out than the cap
+	over bool // lent exceeds the cap
 
-	queued int     // place in the node's queue, -1 if none
-	ripe   bool    // listed for its waiters
+	queued int     // index in Node.queue, -1 if not there
+	ripe   bool    // listed in Node.ripe
 	pool   *pool   // nil without a handle
-	handle *Handle // that the row answers to, or nil
+	handle *Handle // the handle that owns pool, or nil
 
 	sum Sums
 }
 
-// Sums are cumulative, in micro-tokens. They tie up exactly:
+// Sums are cumulative, in micro-tokens. They add up exactly:
 //
 //	Minted + Back + Refilled = level + Own + Lent + Trimmed
 //	Got = Borrowed + Returned + Voided + held
 type Sums struct {
-	Minted   int64 // by this node
-	Own      int64 // spent of own tokens
-	Lent     int64 // given to borrowers
+	Minted   int64 // minted by this node
+	Own      int64 // own tokens spent
+	Lent     int64 // lent to borrowers
 	Back     int64 // returned by borrowers
-	Got      int64 // taken from lenders
-	Borrowed int64 // spent of loans
+	Got      int64 // borrowed from lenders
+	Borrowed int64 // borrowed tokens spent
 	Returned int64 // returned to lenders
-	Voided   int64 // loans that ended with their lender's incarnation or lease
+	Voided   int64 // borrowed tokens lost with the lender's incarnation, epoch or series
 	Written  int64 // loans that were written off
 	Denied   int64 // tokens asked for and not given
 	Missed   int64 // not minted, because tokens and loans filled the cap
-	Trimmed  int64 // own tokens lost, because the cap shrank or a fence came
+	Trimmed  int64 // own tokens lost, because the cap shrank or a fence passed
 	Refilled int64 // own tokens that a reset gave
-	Open     int64 // admitted before the node might mint, see [Joining]: of nobody\'s tokens
+	Open     int64 // admitted fail-open before the node might mint, without tokens; see [Joining]
 }
 
 func newRow(n *Node, name string) *row {
@@ -113,8 +112,8 @@ func newRow(n *Node, name string) *row {
 	return r
 }
 
-// mint brings the level up to now. What would exceed the cap is lost, also when
-// it is loans that fill it.
+// mint brings the level up to now. Tokens for which the cap has no room are lost, even if
+// loans fill the cap.
 func (r *row) mint(now, from time.Duration) {
 	since := max(r.mintedAt, from)
 	if now <= since {
@@ -138,7 +137,7 @@ func (r *row) mint(now, from time.Duration) {
 	r.sum.Minted = plus(r.sum.Minted, made)
 }
 
-// until is how long the own mint takes to the level, never if it cannot get there.
+// until is how long minting takes to reach the level; never if it cannot reach it.
 func (r *row) until(level int64) time.Duration {
 	missing := level - r.level
 	switch {
@@ -162,8 +161,8 @@ func (r *row) until(level int64) time.Duration {
 	return time.Duration(d)
 }
 
-// free are the own tokens that the node may spend here and now. At an owner that
-// others need too, its own waiters have what they drew and no more.
+// free is how many own tokens the node may spend now. While an owner's peers have needs,
+// its own waiters have only the tokens that they drew.
 func (r *row) free() int64 {
 	if r.drawing {
 		return r.granted
@@ -171,11 +170,11 @@ func (r *row) free() int64 {
 	return r.level - r.pooled
 }
 
-// spendable are all tokens that the node may spend; call expire first.
+// spendable is how many tokens the node may spend, own and borrowed; call expire first.
 func (r *row) spendable() int64 { return r.held + r.free() }
 
-// spend takes what spendable has said is there: loans first, since they fill
-// somebody's cap.
+// spend takes an amount that spendable has reported. It spends loans first, since they
+// fill the cap of their lender.
 func (r *row) spend(amount int64) {
 	for n := len(r.entries); r.held > 0 && amount > 0 && n > 0; n-- {
 		if r.cursor >= len(r.entries) {
@@ -200,10 +199,9 @@ func (r *row) spend(amount int64) {
 	r.sum.Own = plus(r.sum.Own, amount)
 }
 
-// update mints, and then takes into account what was spent from the pool. In this
-// order: what was spent since was there while the cap filled, as far as anybody
-// can know without a clock, and the other way round a burst could be that much
-// larger.
+// update mints, and then counts tokens that were spent from the pool. The order matters:
+// the pool reads no clock, so such a token counts as present while the cap filled. In the
+// other order a burst could be larger by the tokens spent from the pool.
 func (r *row) update(now, from time.Duration) {
 	r.mint(now, from)
 	if r.pooled > 0 {
@@ -216,15 +214,14 @@ func (r *row) update(now, from time.Duration) {
 	}
 }
 
-// spent counts own tokens that are gone from the pool.
+// spent counts own tokens that callers took from the pool.
 func (r *row) spent(amount int64) {
 	r.level -= amount
 	r.sum.Own = plus(r.sum.Own, amount)
 	r.forecast.asked += amount
 }
 
-// reclaim empties the pool into the level, of which it is a part. The row is up
-// to date.
+// reclaim empties the pool into the rest of the level. The caller has called update.
 func (r *row) reclaim() {
 	if r.pooled == 0 {
 		return

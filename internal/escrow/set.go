@@ -13,39 +13,38 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
-// A Set is the limits of one process: a [Node] behind a lock, a [Handle] for
-// each key, and what drives them. It is safe for concurrent use, and is a section
-// that internal/gossip can carry.
+// A Set holds the limits of one process: a [Node] behind a lock, a [Handle] for each key,
+// and a driver goroutine. It is safe for concurrent use, and is a section that
+// internal/gossip can carry.
 //
-// It has one goroutine, which runs only while something is to be done at a
-// certain time: somebody waits, or keys are busy in a fleet. Close ends it.
+// The goroutine runs only while the node has a next step: a caller waits, or keys are busy
+// in a fleet. Close ends it.
 type Set struct {
 	clock   func() time.Duration
 	handles [64]shard
 	seed    maphash.Seed
 
-	pool *pooled // with that strategy it has the tokens, and the node the configurations only
+	pool *pooled // only with [Pooled]: it has the tokens, and node has only the configurations
 
 	mu      sync.Mutex
 	node    *Node
-	known   int              // handles
-	waiting map[*Handle]*row // that have waiters, and where these were counted
+	known   int              // handles that Key finds
+	waiting map[*Handle]*row // handles with waiters, and the row that counts these
 	driver  driver
 	closed  bool
-	notify  func() // nil, or whom to tell of changes
-	told    uint64 // the node's changes of which notify was told
+	notify  func() // see OnChange; may be nil
+	told    uint64 // node.changes at the latest notify
 }
 
-// A shard has the handles of some keys. Those that it has lately got are in fresh
-// until they are, or are asked for, often enough to pay for a copy of the rest.
+// A shard has the handles of some keys. New handles are in fresh. They move to a copy of
+// read once fresh is large enough, or used often enough, to pay for the copy.
 type shard struct {
-	read  atomic.Pointer[map[string]*Handle] // read without a lock, never changed
-	fresh map[string]*Handle                 // guarded by Set.mu, as is what follows
-	found int                                // how often something was found in fresh
+	read  atomic.Pointer[map[string]*Handle] // read without a lock; the map never changes
+	fresh map[string]*Handle                 // guarded by Set.mu
+	found int                                // lookups that fresh answered; guarded by Set.mu
 }
 
-// settled is what is read, after what is fresh has gone there. The caller holds
-// the set's lock.
+// settled moves all fresh handles to read, and returns read. The caller holds Set.mu.
 func (h *shard) settled() map[string]*Handle {
 	all := map[string]*Handle{}
 	if old := h.read.Load(); old != nil {
@@ -61,7 +60,7 @@ func (h *shard) settled() map[string]*Handle {
 	return all
 }
 
-// grown tells whether fresh is worth a copy.
+// grown tells whether fresh is worth a copy of read.
 func (h *shard) grown() bool {
 	n := 0
 	if old := h.read.Load(); old != nil {
@@ -84,9 +83,9 @@ func WithClock(clock func() time.Duration) Option {
 	return optionFunc(func(s *Set) { s.clock = clock })
 }
 
-// New is the set of an incarnation that begins now; see [NewNode]. With an empty roster
-// the node is alone, self may be anything with a name, and every limit is exactly
-// its bucket.
+// New makes the set of an incarnation that begins now; see [NewNode]. With an empty roster
+// the node is alone, every limit is exactly a token bucket, and self may be any replica
+// with a name.
 func New(self crdt.Replica, cfg Config, opts ...Option) (*Set, error) {
 	s := &Set{seed: maphash.MakeSeed(), waiting: map[*Handle]*row{}, clock: monotonic()}
 	for _, o := range opts {
@@ -104,7 +103,7 @@ func New(self crdt.Replica, cfg Config, opts ...Option) (*Set, error) {
 	return s, nil
 }
 
-// Local is one limit of one process: no gossip, nothing to close.
+// Local makes one limit of one process, without gossip. Nothing needs to be closed.
 func Local(limit Limit) (*Handle, error) {
 	s, err := New(crdt.Replica{Name: "local"}, Config{Limit: limit})
 	if err != nil {
@@ -113,8 +112,8 @@ func Local(limit Limit) (*Handle, error) {
 	return s.Key("local"), nil
 }
 
-// Key is the handle of a key; the same one as long as the key is in use. It does
-// not fail: a key that is too long, or one too many, is denied everything.
+// Key returns the handle of a key, the same one as long as the key is in use. It does not
+// fail: if the key is too long, or there are too many keys, the handle denies everything.
 func (s *Set) Key(key string) *Handle {
 	h := &s.handles[maphash.String(s.seed, key)%uint64(len(s.handles))]
 	if m := h.read.Load(); m != nil {
@@ -152,8 +151,8 @@ func (s *Set) Key(key string) *Handle {
 	return l
 }
 
-// purge forgets the handles of keys that the node does not know. Who still has
-// one goes on with it, without its pool once there is another.
+// purge forgets the handles of keys that the node does not know. A caller may go on using
+// such a handle. It gets no pool once the key has another handle.
 func (s *Set) purge() {
 	for i := range s.handles {
 		old := s.handles[i].settled()
@@ -170,14 +169,13 @@ func (s *Set) lock() {
 	s.node.advance(s.clock())
 }
 
-// unlock serves whoever can be served, and sees to it that the driver wakes in
-// time.
+// unlock serves waiters that can be served, schedules the driver, and releases the lock.
 func (s *Set) unlock() {
 	s.settle()
 	s.mu.Unlock()
 }
 
-// settle does what the last call made due.
+// settle runs the steps that the last call made due, and serves waiters.
 func (s *Set) settle() {
 	n := s.node
 	for !s.closed {
@@ -213,9 +211,10 @@ func (s *Set) settle() {
 	}
 }
 
-// OnChange has f called when there is something new to tell a peer: once for all
-// that one call changes, by whoever made it, under the set's lock. So f must not
-// wait or call the set; the Kick of a gossip.Node is meant. nil ends it.
+// OnChange sets f, which the set calls when there is something new to send to a peer: once
+// for all changes of one call or one step of the set's goroutine, on the goroutine that made
+// them. f is called under the set's lock, so it must not wait or call the set. It is meant
+// for the Kick of a gossip.Node. nil ends the calls.
 func (s *Set) OnChange(f func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -226,8 +225,7 @@ func (s *Set) OnChange(f func()) {
 	s.notify = f
 }
 
-// Adopt is that of [Node.Adopt]. Who waits for more than the burst now is ends
-// with [ErrBurst].
+// Adopt is [Node.Adopt]. A wait for more than the new burst ends with [ErrBurst].
 func (s *Set) Adopt(now time.Duration, c Configuration) error {
 	s.mu.Lock()
 	defer s.unlock()
@@ -253,35 +251,35 @@ func (s *Set) Adopt(now time.Duration, c Configuration) error {
 	return nil
 }
 
-// Complete is that of [Node.Complete].
+// Complete is [Node.Complete].
 func (s *Set) Complete(now time.Duration, number uint64) {
 	s.mu.Lock()
 	defer s.unlock()
 	s.node.Complete(now, number)
 }
 
-// Applied is that of [Node.Applied].
+// Applied is [Node.Applied].
 func (s *Set) Applied() uint64 {
 	s.lock()
 	defer s.unlock()
 	return s.node.Applied()
 }
 
-// Configuration is that of [Node.Configuration].
+// Configuration is [Node.Configuration].
 func (s *Set) Configuration() Configuration {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.node.Configuration()
 }
 
-// Completed is that of [Node.Completed].
+// Completed is [Node.Completed].
 func (s *Set) Completed() uint64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.node.Completed()
 }
 
-// Mint is that of [Node.Mint].
+// Mint is [Node.Mint].
 func (s *Set) Mint(until time.Duration) {
 	s.lock()
 	defer s.unlock()
@@ -291,7 +289,7 @@ func (s *Set) Mint(until time.Duration) {
 	}
 }
 
-// Stats is that of [Node.Stats].
+// Stats is [Node.Stats].
 func (s *Set) Stats() Stats {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -302,7 +300,7 @@ func (s *Set) Stats() Stats {
 	return st
 }
 
-// View looks at a key; ok says whether the node knows it.
+// View returns the state of a key; ok is false if the node does not know the key.
 func (s *Set) View(key string) (v View, ok bool) {
 	if s.pool != nil {
 		return s.pool.view(key)
@@ -342,7 +340,7 @@ func (s *Set) Close() {
 	s.driver.stop()
 }
 
-// Mark is that of [Node.Mark].
+// Mark is [Node.Mark].
 func (s *Set) Mark(to crdt.Replica) uint64 {
 	if s.pool != nil {
 		return s.pool.Mark(to)
@@ -352,7 +350,7 @@ func (s *Set) Mark(to crdt.Replica) uint64 {
 	return s.node.Mark(to)
 }
 
-// Counted is that of [Node.Counted].
+// Counted is [Node.Counted].
 func (s *Set) Counted() uint64 {
 	if s.pool != nil {
 		return s.pool.Counted()
@@ -362,7 +360,7 @@ func (s *Set) Counted() uint64 {
 	return s.node.Counted()
 }
 
-// Keeps is that of [Node.Keeps]; with [Pooled], each peer is to be heard all the time.
+// Keeps is [Node.Keeps]. With [Pooled] it is true for every peer.
 func (s *Set) Keeps(to crdt.Replica) bool {
 	if s.pool != nil {
 		return s.pool.Keeps(to)
@@ -372,7 +370,7 @@ func (s *Set) Keeps(to crdt.Replica) bool {
 	return s.node.Keeps(to)
 }
 
-// Delta is that of [Node.Delta].
+// Delta is [Node.Delta].
 func (s *Set) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
 	if s.pool != nil {
 		return s.pool.Delta(now, b, to, since, room)
@@ -382,7 +380,7 @@ func (s *Set) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, 
 	return s.node.Delta(now, b, to, since, room)
 }
 
-// Merge is that of [Node.Merge].
+// Merge is [Node.Merge].
 func (s *Set) Merge(c crdt.Contact, b []byte) error {
 	if s.pool != nil {
 		return s.pool.Merge(c, b)
@@ -392,7 +390,7 @@ func (s *Set) Merge(c crdt.Contact, b []byte) error {
 	return s.node.Merge(c, b)
 }
 
-// Rejoin is that of [Node.Rejoin].
+// Rejoin is [Node.Rejoin].
 func (s *Set) Rejoin(now time.Duration, self crdt.Replica) {
 	s.mu.Lock()
 	defer s.unlock()
@@ -402,7 +400,7 @@ func (s *Set) Rejoin(now time.Duration, self crdt.Replica) {
 	}
 }
 
-// Gone is that of [Node.Gone].
+// Gone is [Node.Gone].
 func (s *Set) Gone(now time.Duration, peer crdt.Replica) {
 	if s.pool != nil {
 		s.pool.Gone(now, peer)

@@ -3,9 +3,8 @@
 
 package escrow
 
-// lookSilent finds out whose share of the rate is taken over, and tells whether
-// that changed what this node mints. The caller gives all rows their shares anew
-// then.
+// lookSilent finds the members whose share of the rate is taken over, and tells whether
+// this node's part of the rate changed. If so, the caller must reshare all rows.
 func (n *Node) lookSilent() (changed bool) {
 	after := n.cfg.OnSilence.After
 	if n.alone || n.cfg.OnSilence.Policy != TakeOver {
@@ -16,7 +15,7 @@ func (n *Node) lookSilent() (changed bool) {
 	for _, t := range n.terms {
 		present := int64(0)
 		for name, w := range t.weights {
-			// Mutual silence: it is not heard, and what we say is not answered.
+			// Mutual silence: the member is not heard, and does not answer our packets.
 			last := n.born
 			if p := n.peers[name]; p != nil {
 				last = max(last, p.heard+p.rest, p.echo)

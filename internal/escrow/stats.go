@@ -14,32 +14,31 @@ type Stats struct {
 	Keys  int
 	Level int64 // own tokens
 	Cap   int64 // this node's part of all bursts
-	Lent  int64 // given to others and not accounted for
+	Lent  int64 // lent, not yet reported as used or returned
 	Held  int64 // borrowed and not spent
 
-	// Pinned are the tokens of Lent that are with nodes which are not heard, or not
-	// any more: what a write-off will free.
+	// Pinned is the part of Lent that is with nodes that are not heard. A write-off will free
+	// it.
 	Pinned int64
 
-	// Share is this node's part of the newest roster's weights, and Stranded that of
-	// members which are not heard: what nobody mints while they are away. Both are in
-	// [0, 1].
+	// Share is this node's part of the newest roster's weights. Stranded is the part of the
+	// members that are not heard: nobody mints it while they are away. Both are in [0, 1].
 	Share, Stranded float64
 
-	Number    uint64 // the newest adopted
-	Completed uint64
-	Applied   uint64
-	Fenced    bool // its own tokens are void, see [Node.Mint]
-	TakenOver int  // members for which it mints, see [TakeOver]
+	Number    uint64 // of the newest adopted configuration
+	Completed uint64 // see [Node.Completed]
+	Applied   uint64 // see [Node.Applied]
+	Fenced    bool   // its own tokens are void, see [Node.Mint]
+	TakenOver int    // members for which it mints, see [TakeOver]
 
 	Refused Refused
 
-	// Broke counts, for members that lent far more than their share, how many loans
-	// were refused, by name. At most 64 names are remembered. nil is none.
+	// Broke counts refused loans by the name of their lender, for members that lent far more
+	// than their share. It has at most 64 names. nil is none.
 	Broke map[string]uint64
 }
 
-// Stats adds up all keys; it costs a look at each.
+// Stats adds up all keys; the cost is a look at each.
 func (n *Node) Stats(now time.Duration) Stats {
 	n.advance(now)
 	t := n.newest()
@@ -72,5 +71,5 @@ func (n *Node) Stats(now time.Duration) Stats {
 	return s
 }
 
-// heard tells whether a peer is there, for people: ten keep-alives.
+// heard tells whether a peer counts as heard in Stats: within the last ten keep-alives.
 func (n *Node) heard(p *peer) bool { return !p.gone && p.sent > 0 && n.unheard(p) < lease/2 }

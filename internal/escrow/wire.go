@@ -13,22 +13,24 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt/wire"
 )
 
-// What a packet says of a peer's books, all integers but two as varints:
+// A packet holds the loans and needs between the sender and the receiver. Integers are
+// varints unless a size is given:
 //
-//	version  byte: 1, or 2 when the sender has another configuration than the initial one
+//	version  byte: 2 if the sender's newest configuration is not number 1, or if its
+//	         Config.Provisional is set; else 1
 //	config   4 bytes, the fingerprint of the fleet and the initial configuration
-//	newest   with version 2 only: the number of the sender's configuration, and 4 bytes of its digest
-//	incarnation     4 bytes, the low half of the incarnation that this is meant for
+//	newest   only with version 2: number of the sender's newest configuration, and its 4-byte digest
+//	incarnation     4 bytes, the low half of the receiver's incarnation
 //	epoch    of the sender's loans to the receiver
-//	renewed  microseconds of the receiver's clock that its lease is renewed to; 0 is none
+//	renewed  microseconds of the receiver's clock to which its lease is renewed; 0 is none
 //	entries, to the end, each
 //	  key    length and bytes
-//	  parts  byte: what follows
+//	  parts  byte: the sum of the numbers of the parts that follow
 //	  1      sender's loan: series, out
 //	  2      receiver's loan: series, used, ret
 //	  4      sender's need
 //
-// A part that is missing is closed, or zero.
+// A missing part means a closed series, or a need of zero.
 const (
 	version  = 1
 	numbered = 2
@@ -41,7 +43,7 @@ const (
 	maxValue  = 1 << 62
 )
 
-// Mark is the number of the latest change that concerns the peer.
+// Mark returns the number of the latest change that concerns the peer.
 func (n *Node) Mark(to crdt.Replica) uint64 {
 	if p := n.peers[to.Name]; p != nil && p.id.Incarnation == to.Incarnation {
 		if p.parted {
@@ -52,24 +54,24 @@ func (n *Node) Mark(to crdt.Replica) uint64 {
 	if !n.admits(to.Name) || to.Name == n.self.Name {
 		return 0
 	}
-	return 1 // its existence, once it is met
+	return 1 // the first change is that the peer exists
 }
 
-// Counted rises whenever the mark for any peer does; see gossip.Counter.
+// Counted returns a number that rises whenever the mark for any peer does; see
+// gossip.Counter.
 func (n *Node) Counted() uint64 { return n.changes + n.rosters }
 
-// Keeps tells whether something lies between this node and the peer: a loan, a need, or
-// what was one some seconds ago. Then the lease is to be renewed, and each is to know
-// at once when it does not hear the other; see gossip.Keeper.
+// Keeps tells whether there is a loan or a need between this node and the peer, or was one
+// within the last seconds. Then both need keep-alives at full pace, to renew leases and to
+// notice at once when they do not hear each other; see gossip.Keeper.
 func (n *Node) Keeps(to crdt.Replica) bool {
 	p := n.peers[to.Name]
 	return p != nil && p.id.Incarnation == to.Incarnation && p.changes.First() != nil
 }
 
-// Delta appends what changed for a peer after since, oldest change first; see
-// gossip.Section. With nothing new it appends a header, some 12 bytes, from which
-// the peer learns that this node is there, and to which the lease of what it has
-// borrowed is renewed.
+// Delta appends the entries that changed for a peer after since, oldest change first; see
+// gossip.Section. Without changes it appends only a header of some 12 bytes. The header
+// shows the peer that this node is alive, and renews the lease of its loans.
 func (n *Node) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
 	n.advance(now)
 	p := n.peer(to)
@@ -92,8 +94,8 @@ func (n *Node) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64,
 	}
 	b = binary.LittleEndian.AppendUint32(b, uint32(to.Incarnation))
 	b = binary.AppendUvarint(b, p.epoch)
-	// What is as old as a write-off is not renewed, though no sweep has come to it:
-	// the process may have stood still, and the peer have forgotten.
+	// A lease that is due to be written off is not renewed, even if no sweep has done that
+	// yet: the process may have been paused, and the peer may have dropped the loans.
 	if p.lent.some() && p.pinned == 0 && !n.fenced && n.now-p.renewedAt < writeOff && n.fresh(p) {
 		p.renewed, p.renewedAt = p.sent, p.heard
 	}
@@ -144,15 +146,15 @@ func (e *entry) append(b []byte) []byte {
 	return b
 }
 
-// A reader takes a packet apart.
+// A reader parses a packet.
 type reader struct{ wire.Reader }
 
-// bad tells whether something was not as it should be, in all that was read.
+// bad tells whether anything read so far was malformed.
 func (r *reader) bad() bool { return r.Fault() != nil }
 
 func (r *reader) value(field string) int64 { return int64(r.Uint(field, 0, maxValue-1)) }
 
-// positive is a value that is left out where it is 0.
+// positive reads a value that is never 0: its writer leaves out a 0.
 func (r *reader) positive(field string) int64 { return int64(r.Uint(field, 1, maxValue-1)) }
 
 func (r *reader) key() []byte { return r.Bytes("key", int(r.Uint("key", 1, MaxKey))) }
@@ -161,9 +163,9 @@ func (r *reader) key() []byte { return r.Bytes("key", int(r.Uint("key", 1, MaxKe
 type said struct {
 	key            []byte
 	parts          byte
-	loan           int64 // its series
+	loan           int64 // series of the sender's loan; 0 is none
 	out            int64
-	borrowed       int64 // its series
+	borrowed       int64 // series of the receiver's loan; 0 is none
 	used, returned int64
 	need           int64
 }
@@ -183,21 +185,21 @@ func (r *reader) said() (s said) {
 	return s
 }
 
-// Refused counts packets that were refused, by their error.
+// Refused counts refused packets by their error, and refused parts of merged packets.
 type Refused struct {
 	Malformed, Mismatch, Stale, TooManyKeys uint64
 
-	// Loans counts loans that their lender cannot have given, see [Stats.Broke]. They
-	// are not taken; the packet is.
+	// Loans counts loans that their lender cannot have given, see [Stats.Broke]. The node
+	// refuses these loans, but merges the rest of the packet.
 	Loans uint64
 
-	// Needs counts needs of keys for which there is no room here. They are not taken;
-	// the packet is.
+	// Needs counts needs of keys for which there is no room here. The node refuses these
+	// needs, but merges the rest of the packet.
 	Needs uint64
 }
 
-// Merge takes in what a peer's Delta appended; see gossip.Section. After an error
-// nothing of b was taken in.
+// Merge merges a packet that a peer's Delta wrote; see gossip.Section. On an error nothing
+// of b is merged.
 func (n *Node) Merge(c crdt.Contact, b []byte) error {
 	err := n.mergeAll(c, b)
 	switch {
@@ -265,7 +267,7 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	if p == nil {
 		p = n.peer(c.From)
 	}
-	n.vouched(p.index) // to write to this incarnation it had to bury the earlier one
+	n.vouched(p.index) // a peer that writes to this incarnation has buried the earlier one
 	if c.Sent > p.sent {
 		p.sent, p.heard, p.rest, p.configuration = c.Sent, n.now, c.Rest, configuration
 		if n.silent[p.id.Name] {
@@ -278,7 +280,7 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	if !was && n.fresh(p) {
 		for e := range p.entries {
 			if e.itsNeed > 0 {
-				n.stir(e.row) // it rested
+				n.stir(e.row) // the row may rest
 			}
 		}
 	}
@@ -299,7 +301,8 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	return nil
 }
 
-// agrees tells whether a peer's configuration may be one of ours, or later.
+// agrees returns an error if a peer's configuration contradicts ours: a different one with
+// the same number. A number below 2 is malformed unless Config.Provisional is set.
 func (n *Node) agrees(from crdt.Replica, number uint64, code uint32) error {
 	if number < 2 && !n.cfg.Provisional {
 		return fmt.Errorf("%w: configuration %d from %v", errMalformed, number, from)
@@ -312,10 +315,10 @@ func (n *Node) agrees(from crdt.Replica, number uint64, code uint32) error {
 	return nil
 }
 
-// check reads all entries, and refuses the packet as a whole.
+// check reads all entries before any is merged. If one is wrong it refuses the whole packet.
 func (n *Node) check(r reader, p *peer, from crdt.Replica) error {
 	n.read = n.read[:0]
-	loans := 0 // of unknown keys
+	loans := 0 // loans of unknown keys
 	for r.Len() > 0 {
 		s := r.said()
 		if r.bad() {
@@ -350,15 +353,15 @@ func (n *Node) check(r reader, p *peer, from crdt.Replica) error {
 	return nil
 }
 
-// mostNamed is how many keys one peer may have known here that nobody uses here: what
-// peers name must not fill the room for the keys that are used.
+// mostNamed is how many keys one peer may name that this node does not use. Keys that peers
+// name must not fill the room for keys that this node uses.
 func (n *Node) mostNamed() int {
 	return max(n.cfg.MaxKeys/namedBy, min(n.cfg.MaxKeys, fewKeys))
 }
 
-// namedRow is the row of a key that only a peer has named, or nil if there is no room for
-// a need. A loan answers a need of this node, and fills its lender's cap until it
-// comes back, so it gets a row beyond that room, up to twice of it; see check.
+// namedRow returns a row for a key that only a peer has named, or nil if there is no room.
+// A loan gets a row even without room, up to twice the room (see check): it answers a need
+// of this node, and fills its lender's cap until it comes back.
 func (n *Node) namedRow(p *peer, s *said) *row {
 	most := n.mostNamed()
 	full := len(n.rows) >= n.cfg.MaxKeys || p.named >= most || n.named >= max(n.cfg.MaxKeys/namedByAll, most)
@@ -366,7 +369,7 @@ func (n *Node) namedRow(p *peer, s *said) *row {
 		n.refused.Needs++
 		return nil
 	}
-	r := n.rows[string(s.key)] // the packet may name it twice
+	r := n.rows[string(s.key)] // the packet may name the key twice
 	if r == nil {
 		r = n.addRow(string(s.key))
 	}
@@ -379,7 +382,7 @@ func (n *Node) namedRow(p *peer, s *said) *row {
 	return r
 }
 
-// merge takes in one entry.
+// merge merges one entry of a packet.
 func (n *Node) merge(p *peer, r *row, s *said, sent time.Duration, epoch uint64) {
 	if r == nil {
 		if s.parts&(hasLoan|hasNeed) == 0 {
@@ -396,7 +399,7 @@ func (n *Node) merge(p *peer, r *row, s *said, sent time.Duration, epoch uint64)
 		}
 		e = r.entry(p)
 	}
-	r.mint(n.now, n.mintAt) // what the loans filled until now is lost
+	r.mint(n.now, n.mintAt) // before loans come back: until now they filled the cap
 	newer := sent > e.sent
 	if series := uint64(s.loan); epoch == p.itsEpoch {
 		switch {

@@ -8,13 +8,13 @@ import (
 	"fmt"
 )
 
-// What a zero [Config] means.
+// The defaults of [Config].
 const (
 	DefaultMaxCount = 65536    // messages
 	DefaultMaxBytes = 64 << 20 // bytes
 )
 
-// Count and bytes in use share one word, so that both are taken in one step.
+// Count and bytes in use share one word, so that one atomic step takes both.
 const (
 	bytesBits = 40
 	maxBytes  = 1<<bytesBits - 1
@@ -27,20 +27,19 @@ type Config struct {
 	// included: 1 to 16777215; 0 means [DefaultMaxCount].
 	MaxCount int
 
-	// MaxBytes is how many bytes all lanes together may hold, leased ones
-	// included: 1 to 1 TiB less one; 0 means [DefaultMaxBytes]. Bytes are what
-	// the [Sizer] says or the [Codec] writes; spare room in buffers is not
-	// counted, and is at most about as much again. Without either, only
-	// messages are counted.
+	// MaxBytes is how many bytes all lanes together may hold, leased ones included: 1 to
+	// 1 TiB less one; 0 means [DefaultMaxBytes]. The bytes of a message are those that the
+	// [Sizer] returns or the [Codec] writes; without either, bytes are not counted. Unused
+	// room in buffers is not counted, and is at most about as much again.
 	MaxBytes int64
 
-	// LaneShare is the part of MaxCount and of MaxBytes that one lane may fill,
-	// above 0 and up to 1; 0 means 1. A lane may always hold one message, but no
-	// message larger than the lane's bytes, and none of 4 GiB.
+	// LaneShare is the part of MaxCount and of MaxBytes that one lane may fill, above 0 and
+	// up to 1; 0 means 1. A lane may always hold one message, but no message larger than the
+	// lane's bytes, and none of 4 GiB.
 	LaneShare float64
 }
 
-// Validate reports every field that is out of range, or nil.
+// Validate returns an error that names every field out of range, or nil.
 func (c Config) Validate() error {
 	var errs []error
 	if c.MaxCount < 0 || c.MaxCount > maxCount {
@@ -68,20 +67,20 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
-// A Sizer says how many bytes a message counts for in the budget. A Put calls it
-// once or more for a message, never under a lock and possibly by many goroutines at
-// once. A negative size counts as 0.
+// A Sizer returns how many bytes a message counts for in the budget. A Put calls it once or
+// more for each message, never under a lock. Many goroutines may call it at once. A negative
+// size counts as 0.
 type Sizer[T any] func(T) int
 
-// A Codec turns messages into bytes and back for [NewSlabRing]. Its methods are
-// never called under a lock, and possibly by many goroutines at once.
+// A Codec turns messages into bytes and back for [NewSlabRing]. Its methods are never called
+// under a lock. Many goroutines may call them at once.
 type Codec[T any] interface {
-	// Append adds the encoding of v to dst, like append, and returns the result.
-	// It must leave what dst already holds unchanged.
+	// Append adds the encoding of v to dst, like append, and returns the result. It must not
+	// change the bytes that dst already has.
 	Append(dst []byte, v T) []byte
 
-	// Decode reads what Append wrote for one message. It must not change src. A
-	// value may point into src if it is not used after its lease is committed:
-	// the memory is then reused.
+	// Decode reads the bytes that Append wrote for one message. It must not change src. The
+	// value may point into src, but must then not be used after its lease is committed: the
+	// memory is reused.
 	Decode(src []byte) (T, error)
 }

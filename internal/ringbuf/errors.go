@@ -19,8 +19,8 @@ var (
 	// ErrLeased means that another lease on the lane is still open.
 	ErrLeased = errors.New("ringbuf: lane leased")
 
-	// ErrLeaseOver means that the lease was committed or released before, or
-	// that its lane was dropped. Nothing was changed.
+	// ErrLeaseOver means that the lease was already committed or released, or that its lane
+	// was dropped. Nothing was changed.
 	ErrLeaseOver = errors.New("ringbuf: lease over")
 
 	// ErrClosed means that [Ring.Close] was called.
@@ -30,13 +30,13 @@ var (
 	// [Ring.DropEmpty]. [Ring.Lane] makes a new one under the same id.
 	ErrDropped = errors.New("ringbuf: lane dropped")
 
-	// ErrTooLarge means that a message can never fit. [errors.As] to a
-	// [*TooLargeError] tells its size.
+	// ErrTooLarge means that a message can never fit. [errors.As] to a [*TooLargeError] gives
+	// its size.
 	ErrTooLarge = errors.New("ringbuf: message too large")
 )
 
-// TooLargeError is the message that an [ErrTooLarge] is about. Nothing was
-// dropped: the caller still has it.
+// TooLargeError describes the message of an [ErrTooLarge]. The message was not placed: the
+// caller still has it.
 type TooLargeError struct {
 	Lane  uint64 // id of the lane
 	Size  int64  // bytes of the message
@@ -50,18 +50,18 @@ func (e *TooLargeError) Error() string {
 // Unwrap makes errors.Is(err, ErrTooLarge) hold.
 func (e *TooLargeError) Unwrap() error { return ErrTooLarge }
 
-// DecodeError is a held message that its [Codec] could not read back.
+// DecodeError describes a held message that its [Codec] could not decode.
 type DecodeError struct {
 	Lane uint64 // id of the lane
-	Data []byte // a copy of what the codec wrote
-	Err  error  // what Decode returned
+	Data []byte // a copy of the encoding
+	Err  error  // the error of Decode
 }
 
 func (e *DecodeError) Error() string {
 	return fmt.Sprintf("ringbuf: decode: lane %d, message of %d bytes: %v", e.Lane, len(e.Data), e.Err)
 }
 
-// Unwrap gives the codec's own error.
+// Unwrap returns the codec's own error.
 func (e *DecodeError) Unwrap() error { return e.Err }
 
 var errNoDst = errors.New("ringbuf: lease: dst has length 0, want at least 1")

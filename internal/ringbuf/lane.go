@@ -9,8 +9,8 @@ import (
 	"sync"
 )
 
-// batch is how many messages are sized or encoded, and then placed, at a time.
-// batchBytes ends such a batch early when messages are large.
+// batch is how many messages a Put sizes or encodes, and then places, at a time. batchBytes
+// ends a batch early when messages are large.
 const (
 	batch      = 64
 	batchBytes = 256 << 10
@@ -18,38 +18,37 @@ const (
 
 const minSlots = 4
 
-// shrinkAfter is how many times in a row a lane must run empty without having
-// used an eighth of its buffer before it gives it back. Lanes that come and go
-// between full and empty would else allocate all the time.
+// shrinkAfter is when a lane gives its buffer back: after it has run empty that many times in
+// a row without using an eighth of the buffer. Otherwise lanes that change between full and
+// empty would allocate all the time.
 const shrinkAfter = 64
 
 // slots is a circular buffer; its length is a power of two or 0.
 type slots[T any] struct {
 	v     []T
-	sizes []uint32 // with a Sizer, as long as v: the bytes of each message
+	sizes []uint32 // bytes of each message, as long as v; only with a Sizer
 }
 
-// A Lane is one ordered queue of a [Ring]. Several goroutines may put and
-// lease, but each Put's messages are in order only among themselves, so for
-// order there should be one producer.
+// A Lane is one ordered queue of a [Ring]. Several goroutines may put and lease. The messages
+// of one Put are in order only among themselves, so for order there should be one producer.
 type Lane[T any] struct {
-	// What a call that need not wait touches comes first: it is two or three cache
-	// lines that go back and forth between producer and consumer.
+	// The fields that a call without waiting uses come first: they fill two or three cache
+	// lines, which move back and forth between producer and consumer.
 	mu      sync.Mutex
-	head    int // slot of the oldest message
-	count   int // messages held
-	leased  int // how many of the first ones are under the open lease; 0 means no lease
-	lease   uint64
+	head    int    // slot of the oldest message
+	count   int    // messages held
+	leased  int    // messages under the open lease, the oldest ones; 0 means no lease
+	lease   uint64 // id of the latest lease
 	bytes   int64  // of the messages held
-	reserve uint64 // room that the lane has taken and not used, as in Ring.used
+	reserve uint64 // room that the lane has taken and not used, packed as in Ring.used
 	peak    int    // most messages held since the lane was last empty
 
 	slots slots[T]
-	err   error // why the lane takes no more calls, or nil
+	err   error // why the lane refuses calls, or nil
 
 	starved bool  // the oldest of writers starves
 	asleep  bool  // one of writers may not be woken
-	entry   int   // where the lane is in Ring.reserves, from 1; 0 means nowhere, and no reserve
+	entry   int   // index of the lane in Ring.reserves plus 1; 0 means no entry and no reserve
 	readers waitq // Leases that wait
 	ring    *Ring[T]
 	id      uint64
@@ -63,7 +62,7 @@ type Lane[T any] struct {
 	_ [32]byte // to 256 bytes on 64-bit machines: two lanes never share a cache line
 }
 
-// ID returns the id that [Ring.Lane] was asked for.
+// ID returns the lane's id, as given to [Ring.Lane].
 func (l *Lane[T]) ID() uint64 { return l.id }
 
 // Len returns how many messages the lane holds, leased ones included.
@@ -73,14 +72,14 @@ func (l *Lane[T]) Len() int {
 	return l.count
 }
 
-// Put places vs behind what the lane holds, in order, and waits while the ring
-// or the lane's share is full. It returns how many were placed; fewer than all
-// only with an error: that of ctx, [ErrTooLarge], [ErrClosed] or [ErrDropped].
-// Messages of other callers may come between those of one Put.
+// Put places vs behind the held messages, in order, and waits while the ring or the lane's
+// share is full. It returns how many messages it placed: all, or fewer with an error. The
+// error is that of ctx, [ErrTooLarge], [ErrClosed] or [ErrDropped]. Messages of other callers
+// may come between those of one Put.
 //
-// A ctx that is done on entry places nothing. Waiting Puts are served oldest
-// first as room allows: a message may be overtaken by smaller ones, but not for
-// ever, unless callers of TryPut keep the ring full.
+// If ctx is done on entry, Put places nothing. Waiting Puts are served oldest first as room
+// allows. Smaller messages may overtake a message, but not forever, unless callers of TryPut
+// keep the ring full.
 func (l *Lane[T]) Put(ctx context.Context, vs ...T) (n int, err error) {
 	if err := ctx.Err(); err != nil {
 		return 0, err
@@ -110,7 +109,7 @@ func (l *Lane[T]) put(ctx context.Context, vs []T, wait bool) (n int, err error)
 	}
 }
 
-// putOne places a single message the short way, if nothing stands in its way.
+// putOne places a single message the short way if it can, else with pushOne.
 func (l *Lane[T]) putOne(ctx context.Context, vs []T, wait bool) (n int, err error) {
 	r := l.ring
 	size := int64(0)
@@ -159,7 +158,7 @@ func (l *Lane[T]) wakeReader() {
 	}
 }
 
-// pushOne places a single message, of size bytes, the long way.
+// pushOne places a single message of size bytes with push.
 func (l *Lane[T]) pushOne(ctx context.Context, vs []T, size int64, wait bool) (n int, err error) {
 	p := parcel[T]{vs: vs, bytes: size}
 	if l.ring.sizer != nil {
@@ -174,7 +173,7 @@ func (l *Lane[T]) putSized(ctx context.Context, vs []T, wait bool) (n int, err e
 	for n < len(vs) {
 		next := vs[n:min(n+batch, len(vs))]
 		k, bytes, size := 0, int64(0), int64(0)
-		// Nothing stays in a register over a call, so sums are kept for four calls.
+		// No value stays in a register across a call, so the sum is updated once for four calls.
 		for ; k+4 <= len(next); k += 4 {
 			v := next[k : k+4 : k+4]
 			a, b, c, d := sizer(v[0]), sizer(v[1]), sizer(v[2]), sizer(v[3])
@@ -239,16 +238,15 @@ func (l *Lane[T]) tooLarge(size int64) error {
 	return &TooLargeError{Lane: l.id, Size: size, Limit: l.ring.maxMessage}
 }
 
-// A parcel is what is left to place of one call's messages.
+// A parcel has the messages of one call that are not yet placed.
 type parcel[T any] struct {
 	vs    []T
-	sizes []uint32 // the bytes of each; nil means that bytes do not count
-	bytes int64    // of all
-	data  []byte   // with a Codec, their encodings
+	sizes []uint32 // bytes of each message; nil means that bytes do not count
+	bytes int64    // bytes of all messages
+	data  []byte   // encodings of the messages; only with a Codec
 }
 
-// fit returns how many of the first messages go into the room given, and their
-// bytes.
+// fit returns how many of the first messages fit into the given room, and their bytes.
 func (p *parcel[T]) fit(count int, bytes int64) (k int, size int64) {
 	k, size = len(p.vs), p.bytes
 	for k > count || k > 0 && size > bytes {
@@ -260,7 +258,7 @@ func (p *parcel[T]) fit(count int, bytes int64) (k int, size int64) {
 	return k, size
 }
 
-// drop takes out the first k messages, which have size bytes.
+// drop removes the first k messages, which have size bytes.
 func (p *parcel[T]) drop(k int, size int64) {
 	p.vs = p.vs[k:]
 	p.bytes -= size
@@ -299,7 +297,7 @@ func (l *Lane[T]) push(ctx context.Context, p parcel[T], wait bool) (int, error)
 	return n - len(p.vs), err
 }
 
-// where says which bound a message did not fit into.
+// where says which bound left no room for a message.
 type where uint8
 
 const (
@@ -308,8 +306,8 @@ const (
 	inRing
 )
 
-// offerAll is offer, and offer again without any lane's reserve if the ring
-// seemed to be full.
+// offerAll calls offer. If the ring seems full, it takes all reserves back and calls offer
+// again.
 func (l *Lane[T]) offerAll(p *parcel[T], wait bool, w *waiter) (where, error) {
 	full, err := l.offer(p, wait, w)
 	if full == inRing {
@@ -322,9 +320,9 @@ func (l *Lane[T]) offerAll(p *parcel[T], wait bool, w *waiter) (where, error) {
 	return full, err
 }
 
-// offer places as many of p's messages as fit, and takes them out of p unless
-// that is all of them. A caller that can wait lets one that starves go first; w
-// is its waiter, if any.
+// offer places as many of p's messages as fit. It removes the placed messages from p, unless
+// it has placed all. A caller that can wait lets a starving waiter go first; w is the
+// caller's own waiter, or nil.
 func (l *Lane[T]) offer(p *parcel[T], wait bool, w *waiter) (where, error) {
 	r := l.ring
 	l.mu.Lock()
@@ -425,8 +423,8 @@ func (l *Lane[T]) grow(need int) {
 	r.spare.putSlots(old)
 }
 
-// pushSlow waits for room, first seen to be missing in full, and places what
-// is left in p. Without an error that is all of it.
+// pushSlow waits for room and places the messages left in p; all of them if there is no error.
+// full is the bound that had no room at first.
 func (l *Lane[T]) pushSlow(ctx context.Context, p *parcel[T], full where) error {
 	r := l.ring
 	r.blocked.Add(1)
@@ -473,9 +471,9 @@ func (l *Lane[T]) pushSlow(ctx context.Context, p *parcel[T], full where) error 
 	return err
 }
 
-// enter puts w in the queue, or lets it wait on in its place, and then offers
-// the room there is to all who wait, w included: what came free since w looked
-// is not missed, and neither is the end of the lane.
+// enter puts w into the queue, or keeps its place there. Then it offers the free room to all
+// waiters, w included. So room that came free since w looked is not missed, and neither is the
+// end of the lane.
 func (l *Lane[T]) enter(w *waiter, queue where, want int, need, rest int64, moved bool) {
 	r := l.ring
 	update := func(q *waitq) {
@@ -514,7 +512,7 @@ func (l *Lane[T]) enter(w *waiter, queue where, want int, need, rest int64, move
 	l.mu.Unlock()
 }
 
-// leave takes w out of its queue and offers the room there is to the others.
+// leave takes w out of its queue, and offers the free room to the others.
 func (l *Lane[T]) leave(w *waiter, queue where) {
 	r := l.ring
 	switch queue {
@@ -540,11 +538,10 @@ func (l *Lane[T]) wakeLocked() {
 	l.starved, l.asleep = l.writers.wake(l.ring.laneCount-l.count, l.ring.laneBytes-l.bytes)
 }
 
-// Snapshot appends all messages that the lane holds to dst, oldest first and
-// leased ones included, and returns the result. It copies under the lane's
-// lock. With a [Codec] it allocates and decodes every message; a
-// [*DecodeError] names the first one that cannot be read, and those before it
-// are in the result.
+// Snapshot appends all messages of the lane to dst, oldest first, leased ones included, and
+// returns the result. It copies under the lane's lock. With a [Codec] it allocates, and
+// decodes every message. A [*DecodeError] names the first message that cannot be decoded;
+// earlier messages are in the result.
 func (l *Lane[T]) Snapshot(dst []T) ([]T, error) {
 	l.mu.Lock()
 	if l.slab == nil {
@@ -578,10 +575,10 @@ func (l *Lane[T]) appendLocked(dst []T) []T {
 	return append(dst, l.slots.v[:l.count-m]...)
 }
 
-// Drain takes all messages out of the lane, oldest first, and frees their
-// budget, before or after [Ring.Close]. While a lease is open it fails with
-// [ErrLeased]. With a [Codec], messages that cannot be read are in the error,
-// which joins one [*DecodeError] for each, and the others in the result.
+// Drain takes all messages out of the lane, oldest first, and frees their budget. It may be
+// called before or after [Ring.Close]. While a lease is open it returns [ErrLeased]. With a
+// [Codec] some messages may be undecodable: the error joins one [*DecodeError] for each, and
+// the others are in the result.
 func (l *Lane[T]) Drain() ([]T, error) {
 	r := l.ring
 	l.mu.Lock()
@@ -612,8 +609,8 @@ func (l *Lane[T]) Drain() ([]T, error) {
 	return l.decodeAll(at, n)
 }
 
-// discardLocked empties the lane. Without recycle its memory is left to the
-// garbage collector, because somebody may still read it.
+// discardLocked empties the lane. Without recycle it leaves the memory to the garbage
+// collector, because a lease may still read it.
 func (l *Lane[T]) discardLocked(recycle bool) {
 	r := l.ring
 	if l.slab != nil {

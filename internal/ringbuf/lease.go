@@ -14,8 +14,8 @@ import (
 // A Lease is the right to the oldest messages of a lane. They stay in the lane,
 // and in its budget, until Commit frees them. There is one open lease per lane.
 //
-// A Lease is a small value. Copies are the same lease: the first Commit or
-// Release ends it for all of them. The zero Lease is over.
+// A Lease is a small value. All copies are the same lease: the first Commit or Release ends
+// it. The zero Lease is over.
 type Lease[T any] struct {
 	lane *Lane[T]
 	id   uint64
@@ -25,14 +25,13 @@ type Lease[T any] struct {
 // Len returns how many messages were leased.
 func (s Lease[T]) Len() int { return s.n }
 
-// Lease copies the oldest messages into dst, at most len(dst) and at least one,
-// and returns the lease on them. It waits while the lane is empty or another
-// lease is open. The error is that of ctx, also if it is done on entry,
-// [ErrClosed] or [ErrDropped].
+// Lease copies the oldest messages into dst, at least one and at most len(dst), and returns
+// the lease on them. It waits while the lane is empty or another lease is open. The error is
+// [ErrClosed], [ErrDropped], or that of ctx, also if ctx is done on entry.
 //
-// With a [Codec], a lease ends before a message that cannot be read. If that is
-// the oldest one, the error is a [*DecodeError] and the lease is open on this
-// single message: Commit(1) gives it up, Release keeps it.
+// With a [Codec], the lease stops before the first message that cannot be decoded. If that is
+// the oldest message, the error is a [*DecodeError], and the lease is open on this single
+// message: Commit(1) gives the message up, Release keeps it.
 func (l *Lane[T]) Lease(ctx context.Context, dst []T) (Lease[T], error) {
 	if err := ctx.Err(); err != nil {
 		return Lease[T]{}, err
@@ -45,7 +44,7 @@ func (l *Lane[T]) Lease(ctx context.Context, dst []T) (Lease[T], error) {
 	return l.leaseSlow(ctx, dst, false)
 }
 
-// mayCome says whether a lease that failed with err is worth waiting for.
+// mayCome tells whether it is worth waiting after a lease failed with err.
 func mayCome(err error) bool {
 	return errors.Is(err, ErrEmpty) || errors.Is(err, ErrLeased)
 }
@@ -88,8 +87,7 @@ func (l *Lane[T]) leaseLocked(dst []T) (Lease[T], place, error) {
 	return s, place{}, nil
 }
 
-// leaseSlow waits for a lease. With behind, it lets those go first who wait
-// already.
+// leaseSlow waits for a lease. With behind, calls that already wait go first.
 func (l *Lane[T]) leaseSlow(ctx context.Context, dst []T, behind bool) (Lease[T], error) {
 	l.mu.Lock()
 	w := l.idle.get()
@@ -120,7 +118,7 @@ func (l *Lane[T]) leaseSlow(ctx context.Context, dst []T, behind bool) (Lease[T]
 			next := l.nextReader()
 			l.mu.Unlock()
 			if next != nil {
-				next.signal() // w may have been woken for a message it does not take
+				next.signal() // w may have been woken for a message that it does not take
 			}
 			return Lease[T]{}, ctx.Err()
 		}
@@ -134,7 +132,7 @@ func (l *Lane[T]) leaveReaders(w *waiter) {
 	l.idle.put(w)
 }
 
-// nextReader returns the waiting Lease to signal if there is something for it.
+// nextReader returns the waiter of the Lease to signal; nil if no lease can be taken now.
 func (l *Lane[T]) nextReader() *waiter {
 	if l.leased > 0 || l.count == 0 {
 		return nil
@@ -142,9 +140,9 @@ func (l *Lane[T]) nextReader() *waiter {
 	return l.readers.first()
 }
 
-// decode fills dst from the records under lease s. They stay as they are until
-// the lease is over, so no lock is needed; a lane that is dropped meanwhile
-// leaves them to the garbage collector.
+// decode fills dst from the records under lease s. The records do not change until the lease
+// is over, so no lock is needed. If the lane is dropped meanwhile, its records are left to the
+// garbage collector.
 func (l *Lane[T]) decode(s Lease[T], at place, dst []T) (Lease[T], error) {
 	done := false
 	defer func() {
@@ -193,10 +191,9 @@ func (l *Lane[T]) decodeAll(at place, n int) ([]T, error) {
 	return vs, errors.Join(errs...)
 }
 
-// Commit ends the lease, frees its first n messages and leaves the others at
-// the front of the lane, in the same order. A lease that is over gives
-// [ErrLeaseOver], and an n that is not in 0 to Len another error; both change
-// nothing, and the latter leaves the lease open.
+// Commit ends the lease, frees its first n messages, and leaves the others at the front of the
+// lane, in the same order. On an error nothing has changed. If the lease is over, the error is
+// [ErrLeaseOver]. If n is not in 0 to Len, it is another error, and the lease stays open.
 func (s Lease[T]) Commit(n int) error {
 	if err := s.lock(n); err != nil {
 		return err
@@ -214,10 +211,9 @@ func (s Lease[T]) Commit(n int) error {
 	return nil
 }
 
-// Next is [Lease.Commit] of n and then [Lane.Lease] into dst, for little more
-// than the price of one of them. The error is that of Commit, which changed
-// nothing, or else that of Lease, and then the commit is done. Leases that wait
-// already go first.
+// Next is [Lease.Commit] of n and then [Lane.Lease] into dst, and costs little more than one
+// of them. On an error of Commit nothing has changed. On an error of Lease the commit is done.
+// Calls that already wait for a lease go first.
 func (s Lease[T]) Next(ctx context.Context, n int, dst []T) (Lease[T], error) {
 	if n == 1 && len(dst) == 1 && ctx.Err() == nil {
 		if next, ok := s.nextOne(dst); ok {
@@ -255,8 +251,8 @@ func (s Lease[T]) Next(ctx context.Context, n int, dst []T) (Lease[T], error) {
 	return next, err
 }
 
-// nextOne commits one message and leases the next one the short way, if nothing
-// stands in its way; otherwise it changes nothing.
+// nextOne commits one message and leases the next one the short way. If it cannot, it returns
+// false and changes nothing.
 func (s Lease[T]) nextOne(dst []T) (next Lease[T], ok bool) {
 	l := s.lane
 	if l == nil || l.ring.codec != nil {
@@ -359,7 +355,7 @@ func (l *Lane[T]) clearLocked(n int) (bytes int64) {
 	return bytes
 }
 
-// sum adds eight at a time, which takes half as long as one by one.
+// sum adds eight sizes at a time, which takes half as long as one at a time.
 func sum(sizes []uint32) (bytes int64) {
 	for ; len(sizes) >= 8; sizes = sizes[8:] {
 		s := (*[8]uint32)(sizes)
@@ -371,9 +367,8 @@ func sum(sizes []uint32) (bytes int64) {
 	return bytes
 }
 
-// emptyLocked is called when the last message has gone. It starts over at the
-// front, where memory is warm, and gives back a buffer that has long been far too
-// large.
+// emptyLocked is called when the lane has become empty. It starts again at the front of the
+// buffer, where memory is warm. It gives back a buffer that was far too large for a long time.
 func (l *Lane[T]) emptyLocked() {
 	r := l.ring
 	l.head = 0
@@ -391,9 +386,8 @@ func (l *Lane[T]) emptyLocked() {
 	l.peak = 0
 }
 
-// Release ends the lease and leaves all its messages at the front of the lane,
-// in the same order. It does nothing to a lease that is over, so it may be
-// deferred.
+// Release ends the lease and leaves all its messages at the front of the lane, in the same
+// order. If the lease is over it does nothing, so it may be deferred.
 func (s Lease[T]) Release() {
 	_ = s.Commit(0)
 }

@@ -3,32 +3,31 @@
 
 package ringbuf
 
-// A lane's reserve is room of the shared budget that the lane has taken and does
-// not use. What it frees goes into its reserve and what it places comes out of
-// it, so the shared budget is touched once for many messages. It must not make
-// the ring full below its bound, nor let it hold more:
+// A lane's reserve is room of the shared budget that the lane has taken and does not use.
+// Freed room goes into the reserve, and placed messages take room from it. So the lane touches
+// the shared budget once for many messages. Reserves must not make the ring full below its
+// bound, and must not let it hold more than the bound:
 //
-//   - Ring.used counts the reserves, so used never passes the bound, and what is
-//     held never passes used.
-//   - Only lanes in Ring.reserves have one. A Put that finds too little room
-//     raises Ring.reclaims, takes all reserves back and looks again before it
-//     says so; so does Stats, which tells what is held. A Put that goes to sleep
-//     raises Ring.asleep, takes all reserves back and offers what there is.
-//   - A lane adds to its reserve under its lock, when it is in Ring.reserves and
-//     after that has seen both flags down. A reclaim loads the entries and takes
-//     the lanes' locks when its flag is up. So either the lane sees the flag, or
-//     the reclaim sees the lane and has its lock afterwards: none is missed, and
-//     none comes up again while the flag is up.
-//   - While a Put waits that is not woken, asleep stays up: what is freed goes to
-//     the shared budget, and from there to those who wait. A Put that is woken
-//     looks, and so reclaims, by itself.
+//   - Ring.used counts the reserves. So used never exceeds the bound, and held messages never
+//     exceed used.
+//   - Only lanes in Ring.reserves have a reserve. A Put that finds too little room raises
+//     Ring.reclaims, takes all reserves back and looks again before it reports a full ring.
+//     Stats does the same, to count held messages only. A Put that goes to sleep raises
+//     Ring.asleep, takes all reserves back and offers the room to all waiting Puts.
+//   - A lane adds to its reserve under its lock, if it is in Ring.reserves and has then seen
+//     both flags down. A reclaim raises its flag, then loads the entries and takes the lanes'
+//     locks. So either the lane sees the flag, or the reclaim sees the lane and gets its lock
+//     afterwards. No reserve is missed, and no lane gets a new one while the flag is up.
+//   - While a Put waits without being woken, asleep stays up. Freed room then goes to the
+//     shared budget, and from there to the waiting Puts. A woken Put looks again, and so
+//     reclaims, by itself.
 //   - A lane that ends gives its reserve back.
 
 const (
 	reserveLanes = 16  // lanes that may have a reserve
-	reserveMost  = 128 // messages in a reserve
-	reserveLeast = 8   // a ring that allows fewer than this has no reserves
-	reservePart  = 2   // all reserves together are at most this part of the ring: a half
+	reserveMost  = 128 // most messages in a reserve
+	reserveLeast = 8   // a ring whose reserves would be smaller has none
+	reservePart  = 2   // all reserves together take at most 1/reservePart of the ring
 )
 
 func (r *Ring[T]) setReserves() {
@@ -37,14 +36,14 @@ func (r *Ring[T]) setReserves() {
 	}
 }
 
-// calm says whether a lane of Ring.reserves may add to its reserve. The caller
-// holds the lane's lock, or the answer means nothing.
+// calm tells whether a lane of Ring.reserves may add to its reserve. The caller must hold the
+// lane's lock.
 func (r *Ring[T]) calm() bool {
 	return !r.asleep.Load() && r.reclaims.Load() == 0
 }
 
-// reclaim takes all reserves back. The caller holds no lock of a lane and has
-// raised a flag: until that is down, no lane has a reserve again.
+// reclaim takes all reserves back. The caller holds no lock of a lane, and has raised a flag:
+// until it lowers the flag, no lane gets a reserve again.
 func (r *Ring[T]) reclaim() {
 	for i := range r.reserves {
 		if l := r.reserves[i].Load(); l != nil {
@@ -61,7 +60,7 @@ func (l *Lane[T]) yieldLocked() {
 		return
 	}
 	r := l.ring
-	r.used.Add(-l.reserve) // before the entry is free: who finds it so finds the room
+	r.used.Add(-l.reserve) // before the entry is free: a call that sees the free entry sees the room
 	r.reserves[l.entry-1].Store(nil)
 	r.crowded.Store(false)
 	l.reserve, l.entry = 0, 0
@@ -81,7 +80,7 @@ func (l *Lane[T]) joinLocked() bool {
 	}
 	r.crowded.Store(true)
 	for i := range r.reserves {
-		if r.reserves[i].Load() == nil { // its lane may have said so before the line above
+		if r.reserves[i].Load() == nil { // its lane may have cleared crowded before the line above
 			r.crowded.Store(false)
 			break
 		}
@@ -89,16 +88,15 @@ func (l *Lane[T]) joinLocked() bool {
 	return false
 }
 
-// takeLocked reserves room for as many of p's first k messages, of size bytes,
-// as fit, and returns how many those are and their bytes. Without p it is all or
-// nothing.
+// takeLocked takes room for as many of p's first k messages as fit. size is their bytes. It
+// returns how many fit, and their bytes. Without p it takes room for all or for none.
 func (l *Lane[T]) takeLocked(p *parcel[T], k int, size int64) (int, int64) {
 	if need := pack(k, size); covers(l.reserve, need) {
 		l.reserve -= need
 		return k, size
 	}
 	r := l.ring
-	more := uint64(0) // what the reserve should be afterwards
+	more := uint64(0) // the new reserve
 	if (l.entry != 0 || l.joinLocked()) && r.calm() {
 		n := int(r.reserveMax>>bytesBits) / 2
 		more = pack(n, min(size/int64(k)*int64(n), int64(r.reserveMax&maxBytes)/2))
@@ -125,9 +123,9 @@ func (l *Lane[T]) takeLocked(p *parcel[T], k int, size int64) (int, int64) {
 	}
 }
 
-// freeLocked gives room back, to the lane's reserve or to all. It runs under the
-// lane's lock, so that nobody sees the lane without the messages and the ring
-// still full of them. The caller calls Ring.wake once it has let go of the lock.
+// freeLocked gives room back, to the lane's reserve or to the shared budget. It runs under the
+// lane's lock, so that no call sees the lane without the messages while the ring still counts
+// them. The caller must call Ring.wake after it has released the lock.
 func (l *Lane[T]) freeLocked(n int, bytes int64) {
 	r := l.ring
 	freed := pack(n, bytes)
@@ -141,7 +139,7 @@ func (l *Lane[T]) freeLocked(n int, bytes int64) {
 	}
 }
 
-// trimLocked gives back what is above half of the most that a reserve may be.
+// trimLocked cuts the reserve to half of its largest size, and gives the rest back.
 func (l *Lane[T]) trimLocked() {
 	r, all := l.ring, l.reserve
 	l.reserve = pack(
@@ -151,10 +149,10 @@ func (l *Lane[T]) trimLocked() {
 	r.used.Add(l.reserve - all)
 }
 
-// Messages and bytes in one word, as Ring.used has them.
+// pack puts messages and bytes into one word, as in Ring.used.
 func pack(n int, bytes int64) uint64 { return uint64(n)<<bytesBits | uint64(bytes) }
 
-// covers says whether room has need's messages and its bytes.
+// covers tells whether room is enough for need, in messages and in bytes.
 func covers(room, need uint64) bool {
 	return room>>bytesBits >= need>>bytesBits && room&maxBytes >= need&maxBytes
 }

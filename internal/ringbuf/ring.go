@@ -11,19 +11,18 @@ import (
 	"sync/atomic"
 )
 
-// Lock order: Ring.mu, then one Lane.mu, then Ring.qmu or spare.mu; never the
-// other way round. No code of the caller (Sizer, Codec, iteration) runs under any of
-// them.
+// Lock order: Ring.mu, then one Lane.mu, then Ring.qmu or spare.mu. No code of the caller
+// (Sizer, Codec, iteration) runs under any of these locks.
 
-// A Ring is a set of lanes under one budget. All its methods, and those of its
-// lanes and leases, may be called by many goroutines at once.
+// A Ring is a set of lanes under one budget. Many goroutines may call its methods, and those
+// of its lanes and leases, at once.
 type Ring[T any] struct {
-	// Set once by the constructor.
+	// The constructor sets the fields of this group, and nothing changes them.
 	maxCount, laneCount int
 	maxBytes, laneBytes int64
 	maxMessage          int64
-	bound               uint64 // maxCount and maxBytes
-	reserveMax          uint64 // the most in a lane's reserve; 0 means that there are none
+	bound               uint64 // maxCount and maxBytes, packed
+	reserveMax          uint64 // largest reserve of a lane, packed; 0 means no reserves
 	sizer               Sizer[T]
 	codec               Codec[T]
 
@@ -32,15 +31,17 @@ type Ring[T any] struct {
 	_    [64]byte
 
 	reclaims atomic.Int32 // calls that take reserves back now
-	crowded  atomic.Bool  // no entry of reserves was free when somebody last looked
+	crowded  atomic.Bool  // no entry of reserves was free at the latest search
 	waiting  atomic.Int32 // length of writers
-	asleep   atomic.Bool  // one of writers may not be woken; set before it looks at used for the last time; see reserve.go
-	starving atomic.Bool  // the oldest writer starves: other Puts must queue
+	// asleep says that one of writers may not be woken. A writer sets it before it reads used
+	// for the last time; see reserve.go.
+	asleep   atomic.Bool
+	starving atomic.Bool // the oldest writer starves: other Puts must queue
 	blocked  atomic.Uint64
 	refused  atomic.Uint64
 
 	qmu     sync.Mutex
-	writers waitq   // guarded by qmu: Puts that wait for the shared budget
+	writers waitq   // Puts that wait for the shared budget; guarded by qmu
 	idle    waiters // guarded by qmu
 
 	reserves [reserveLanes]atomic.Pointer[Lane[T]] // lanes that may have a reserve
@@ -74,10 +75,9 @@ func NewRing[T any](cfg Config, sizer Sizer[T]) (*Ring[T], error) {
 	return r, nil
 }
 
-// NewSlabRing makes a ring that keeps messages encoded by codec, which must not
-// be nil, in reused chunks without pointers. The bytes of a message are those
-// of its encoding, at most 2 GiB. Put costs an encoding and a copy, a lease a
-// decoding.
+// NewSlabRing makes a ring that keeps messages encoded by codec, in reused chunks without
+// pointers. codec must not be nil. The bytes of a message are those of its encoding, at most
+// 2 GiB. A Put costs an encoding and a copy, a lease costs a decoding.
 func NewSlabRing[T any](cfg Config, codec Codec[T]) (*Ring[T], error) {
 	r, err := NewRing[T](cfg, nil)
 	if err != nil {
@@ -89,9 +89,8 @@ func NewSlabRing[T any](cfg Config, codec Codec[T]) (*Ring[T], error) {
 	return r, nil
 }
 
-// Lane returns the lane with the given id and makes it if need be. An empty
-// lane takes about 256 bytes. After [Ring.Close] the lane it returns is closed
-// as well.
+// Lane returns the lane with the given id, and makes it if there is none. An empty lane takes
+// about 256 bytes. After [Ring.Close] the returned lane is closed as well.
 func (r *Ring[T]) Lane(id uint64) *Lane[T] {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -127,13 +126,13 @@ func (r *Ring[T]) Lanes() iter.Seq[*Lane[T]] {
 	}
 }
 
-// Drop takes l out of the ring with all that it holds, gives the budget back and
-// returns how many messages that were, leased ones included. The lane's open
-// lease is over, and calls on it return [ErrDropped], those that wait as well.
-// A lane that is not of this ring, or no longer, is left alone.
+// Drop removes l from the ring with all its messages, and frees their budget. It returns the
+// number of these messages, leased ones included. The lane's open lease is over. Calls on the
+// lane return [ErrDropped], also calls that wait. If l is not, or no longer, in this ring,
+// Drop does nothing.
 //
-// Drop is for messages that are no longer ours, as after a revoke. To keep them,
-// call [Lane.Drain] first.
+// Drop is for messages that this process no longer owns, as after a revoke. To keep them, call
+// [Lane.Drain] first.
 func (r *Ring[T]) Drop(l *Lane[T]) int {
 	r.mu.Lock()
 	if r.lanes[l.id] != l {
@@ -156,9 +155,8 @@ func (r *Ring[T]) Drop(l *Lane[T]) int {
 	return n
 }
 
-// DropEmpty drops every lane that holds nothing and on which no call waits, and
-// returns how many those were. It looks at all lanes under the ring's lock. Its
-// buffers serve other lanes.
+// DropEmpty drops every lane without messages and without waiting calls, and returns how many
+// it dropped. It looks at all lanes under the ring's lock. Other lanes reuse the buffers.
 //
 // A caller that keeps a lane must be ready for [ErrDropped] and ask
 // [Ring.Lane] again.
@@ -179,10 +177,9 @@ func (r *Ring[T]) DropEmpty() int {
 	return n
 }
 
-// Close ends the ring: calls that wait, and all later ones to Put and Lease,
-// return [ErrClosed]. Open leases may still be committed or released, and
-// [Lane.Drain] takes what is left. It does not wait, never fails, and may be
-// called again.
+// Close ends the ring: waiting calls, and all later calls of Put and Lease, return
+// [ErrClosed]. Open leases may still be committed or released, and [Lane.Drain] takes the
+// remaining messages. Close does not wait, never fails, and may be called again.
 func (r *Ring[T]) Close() error {
 	r.mu.Lock()
 	r.closed = true
@@ -197,23 +194,22 @@ func (r *Ring[T]) Close() error {
 	return nil
 }
 
-// Stats is what a [Ring] holds, at one instant, and what it has refused so far.
+// Stats are the figures of a [Ring] at one instant, and its counters so far.
 type Stats struct {
 	Count   int    // messages held, leased ones included
-	Bytes   int64  // their bytes; 0 without a Sizer or Codec
+	Bytes   int64  // bytes of the held messages; 0 without a Sizer or Codec
 	Lanes   int    // lanes, empty ones included
-	Waiting int    // Puts that wait now because the ring is full; lane shares not included
-	Blocked uint64 // Puts that had to wait, ever
-	Refused uint64 // calls that ended with ErrFull or ErrTooLarge, ever
+	Waiting int    // Puts that wait now because the ring is full, not because of a lane's share
+	Blocked uint64 // Puts that had to wait, since the ring was made
+	Refused uint64 // calls that ended with ErrFull or ErrTooLarge, since the ring was made
 }
 
-// Stats takes the lock that [Ring.Lane] takes, and for a moment those of up to 16
-// lanes, one after the other. Count and Bytes belong together; the other fields
-// may be a moment younger.
+// Stats takes the lock of [Ring.Lane], and briefly the locks of up to 16 lanes, one after the
+// other. Count and Bytes are of the same instant; the other fields may be slightly newer.
 func (r *Ring[T]) Stats() Stats {
 	r.reclaims.Add(1)
 	r.reclaim()
-	u := r.used.Load() // without reserves: what is held
+	u := r.used.Load() // only held messages, since reclaim took all reserves back
 	r.reclaims.Add(-1)
 	r.mu.Lock()
 	lanes := len(r.lanes)
@@ -233,9 +229,9 @@ func (r *Ring[T]) room() (count int, bytes int64) {
 	return int(free >> bytesBits), int64(free & maxBytes)
 }
 
-// wake lets waiting writers have what was freed. A writer raises asleep before
-// it looks at used for the last time, and used is lowered before wake looks at
-// asleep, so one of the two sees the other.
+// wake offers freed room to waiting writers. A writer sets asleep before it reads used for
+// the last time. Freed room lowers used before wake reads asleep. So one of the two sees the
+// other.
 func (r *Ring[T]) wake() {
 	if r.asleep.Load() {
 		r.wakeSome()
@@ -260,8 +256,8 @@ func (r *Ring[T]) wakeAll() {
 	r.qmu.Unlock()
 }
 
-// spare keeps the buffers that no lane needs for the next lane that does. What
-// it holds was in use before, so it is bounded by the past and by room.
+// spare keeps unused buffers for the next lane that needs one. Its buffers were in use before,
+// so its size is bounded by past use and by room.
 type spare[T any] struct {
 	mu     sync.Mutex
 	room   int64          // slots or bytes that may still be kept
@@ -288,7 +284,7 @@ func (s *spare[T]) getSlots(n int, sized bool) slots[T] {
 	return b
 }
 
-// putSlots takes slots that have been cleared.
+// putSlots keeps slots for another lane. The caller has cleared them.
 func (s *spare[T]) putSlots(b slots[T]) {
 	n := len(b.v)
 	if n == 0 {

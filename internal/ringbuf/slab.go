@@ -9,15 +9,15 @@ import (
 	"sync"
 )
 
-// Chunks come in powers of two. A lane's chunks grow from chunkMin to chunkIdle,
-// and on to chunkMax in a lane that holds more than that: the fewer chunks there
-// are, the less the garbage collector has to do. A message that needs more gets
-// a chunk of its own, which is left to the garbage collector.
+// The size of a chunk is a power of two. A lane's chunks grow from chunkMin to chunkIdle, and
+// on to chunkMax in a lane that holds more: with fewer chunks the garbage collector has less
+// work. A message larger than chunkMax gets its own chunk, which is later left to the garbage
+// collector.
 const (
 	chunkMin     = 256
-	chunkIdle    = 64 << 10 // the most that an empty lane keeps
+	chunkIdle    = 64 << 10 // largest chunk that an empty lane keeps
 	chunkMax     = 4 << 20
-	chunkClasses = 15 // chunkMax is the last
+	chunkClasses = 15 // chunkMax is the last class
 	recordHeader = 4
 )
 
@@ -25,23 +25,22 @@ func chunkClass(n int) int {
 	return bits.Len(uint(max(n, chunkMin)-1)) - bits.Len(chunkMin-1)
 }
 
-// A chunk holds records: their length plus one in 4 bytes, then the encoding.
-// Where fewer than 4 bytes are left, or the 4 bytes are 0, the next chunk goes
-// on. That mark is written before next is set and neither changes while a
-// record behind them is held, so a reader that knows how many records there are
-// needs no lock.
+// A chunk holds records. A record is its length plus one in 4 bytes, then the encoding. The
+// chunk ends where fewer than 4 bytes are left, or where the 4 bytes are 0; the next record is
+// in the next chunk. These 4 bytes are written before next is set, and neither changes while a
+// later record is held. So a reader that knows the number of records needs no lock.
 type chunk struct {
 	data []byte
 	next *chunk
 }
 
-// A place is where the next record begins.
+// A place is the position of a record: a chunk and an offset in it.
 type place struct {
 	c   *chunk
 	off int
 }
 
-// skip moves over an end of chunk and reports whether it did.
+// skip moves over the end of a chunk, and returns whether it did.
 func (p *place) skip() bool {
 	if len(p.c.data)-p.off >= recordHeader && binary.LittleEndian.Uint32(p.c.data[p.off:]) != 0 {
 		return false
@@ -60,8 +59,8 @@ func (p *place) next() []byte {
 	return p.c.data[from:to:to]
 }
 
-// A slab is the store of a lane: a list of chunks from head to tail. Guarded by
-// the lane's lock, but for records under a lease.
+// A slab is the store of a lane: a list of chunks from head to tail. The lane's lock guards it,
+// except for records under a lease.
 type slab struct {
 	head, tail place
 	held       int64 // bytes of all records, headers not counted
@@ -113,8 +112,8 @@ func discardRecords[T any](s *slab, sp *spare[T], n int) (bytes int64) {
 	return bytes
 }
 
-// rewindRecords makes an empty slab start over in its last chunk. Once nothing
-// is held, that chunk is large only if a batch was.
+// rewindRecords makes an empty slab start again in its last chunk. That chunk is large only
+// after a large batch; if it is larger than chunkIdle, it goes to sp.
 func rewindRecords[T any](s *slab, sp *spare[T]) {
 	for s.head.c != s.tail.c {
 		old := s.head.c
@@ -128,7 +127,7 @@ func rewindRecords[T any](s *slab, sp *spare[T]) {
 	}
 }
 
-// scratch is where a Put encodes before it takes the lane's lock.
+// scratch has the buffers in which a Put encodes before it takes the lane's lock.
 var scratch sync.Pool // of *[]byte
 
 func getScratch() *[]byte {

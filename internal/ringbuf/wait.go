@@ -3,27 +3,26 @@
 
 package ringbuf
 
-// patience is how often the oldest waiter may be passed over before later
-// callers have to queue up behind it.
+// patience is how often the oldest waiter may be passed over before later callers must queue
+// behind it.
 const patience = 32
 
-// A waiter is one call that waits. It stays in its queue, and so keeps its
-// place, until it leaves by itself. Being signalled means "look again", so a
-// stale or doubled signal is harmless.
+// A waiter is a waiting call. It keeps its place in its queue until it leaves by itself. A
+// signal means "look again", so a stale or doubled signal does no harm.
 type waiter struct {
 	ch         chan struct{} // capacity 1
 	prev, next *waiter
 
-	// Guarded by the lock of the queue.
+	// The queue's lock guards the fields below.
 	queued bool
 	woken  bool  // signalled, and has not looked yet
 	want   int   // messages to place
-	need   int64 // bytes of the first of them
-	rest   int64 // bytes of all of them
-	passed int   // times room came that it did not get
+	need   int64 // bytes of the first message to place
+	rest   int64 // bytes of all messages to place
+	passed int   // how often room came that this waiter did not get
 }
 
-// signal may be called with or without the queue's lock.
+// signal tells the waiter to look again. It may be called with or without the queue's lock.
 func (w *waiter) signal() {
 	select {
 	case w.ch <- struct{}{}:
@@ -58,8 +57,8 @@ func (q *waitq) remove(w *waiter) {
 	w.queued, w.prev, w.next = false, nil, nil
 }
 
-// first marks the oldest waiter as woken and returns it, or nil if there is
-// none or it is already on its way. The caller signals it.
+// first marks the oldest waiter as woken and returns it. It returns nil if there is none, or
+// if the oldest is already woken. The caller must signal the waiter.
 func (q *waitq) first() *waiter {
 	w := q.head
 	if w == nil || w.woken {
@@ -69,13 +68,13 @@ func (q *waitq) first() *waiter {
 	return w
 }
 
-// wake signals the waiters that the free room can serve, oldest first. It
-// reports whether the oldest one starves, and then serves only that one, and
-// whether there may be a waiter left that is not woken.
+// wake signals the waiters that the free room can serve, oldest first. If the oldest waiter
+// starves, wake serves only that one. It returns whether the oldest starves, and whether there
+// may be a waiter that is not woken.
 //
-// It counts a woken waiter as taking all it wants, which may be more than it
-// will take. So every waiter that has looked calls wake again, and no room is
-// left over that somebody in the queue could use.
+// It assumes that a woken waiter takes all that it wants, which may be more than it will
+// take. So every waiter that has looked calls wake again, and no room is left unused that a
+// waiter could use.
 func (q *waitq) wake(count int, bytes int64) (starving, asleep bool) {
 	w := q.head
 	for ; w != nil && count > 0; w = w.next {
@@ -108,8 +107,8 @@ func (q *waitq) wakeAll() {
 	}
 }
 
-// waiters is a free list. It belongs to one ring, not to the process, so that
-// channels never cross from one synctest bubble into another.
+// waiters is a free list of waiters. It belongs to one ring or lane, not to the process, so
+// that channels never cross from one synctest bubble into another.
 type waiters struct{ head *waiter }
 
 func (f *waiters) get() *waiter {
@@ -121,7 +120,7 @@ func (f *waiters) get() *waiter {
 	return w
 }
 
-// put takes a waiter that is in no queue. A late signal may still read w.ch.
+// put keeps a waiter that is in no queue. A late signal may still use w.ch.
 func (f *waiters) put(w *waiter) {
 	w.woken, w.passed, w.next = false, 0, f.head
 	f.head = w

@@ -9,20 +9,19 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-// Reading is what a source knows about its unsettled deliveries at a step: all
-// that it received and has not acked, dead-lettered or returned, wherever they
-// wait.
+// Reading describes the unsettled deliveries of a source at a step: all deliveries that it
+// received and has not acked, dead-lettered or returned. It includes those in the hold.
 type Reading struct {
-	// Attempts is the highest number of attempts among them, failed probes
-	// included. Zero if there are none.
+	// Attempts is the highest number of attempts of an unsettled delivery, failed probes
+	// included. Zero if there are no unsettled deliveries.
 	Attempts int
 
-	// Age is the time since the oldest of them was received, one in the hold
-	// included. Zero if there are none.
+	// Age is the time since the oldest unsettled delivery was received. Zero if there are no
+	// unsettled deliveries.
 	Age time.Duration
 }
 
-// What a rate was taken from, as dlq.Storm.Basis says it.
+// The outcomes from which a rate was computed, as in dlq.Storm.Basis.
 const (
 	basisNone   = ""
 	basisWindow = "window"
@@ -31,63 +30,61 @@ const (
 	basisProbes = "probes"
 )
 
-// Detector tells a storm from ordinary failures, for one source. It calls a
-// storm when the error rate, the attempts and the age are all over their
-// thresholds at the same [Detector.Step], and ends it with hysteresis.
+// Detector distinguishes a storm from ordinary failures, for one source. It calls a storm
+// when the error rate, the attempts and the age are all over their thresholds at the same
+// [Detector.Step], and ends it with hysteresis.
 //
 // # What the error rate counts
 //
-// A delivery counts once, by the outcome of its first attempt. Retries do not
-// count: a source with 1 % poison, each tried five times, would read 4.8 %.
-// Nor do deliveries put to the hold, or anything else that the guard refused.
+// A delivery counts once, by the outcome of its first attempt. Retries do not count:
+// otherwise a source with 1 % poison, each tried five times, would have a rate of 4.8 %.
+// Deliveries put into the hold do not count, and neither does anything else that the guard
+// refused.
 //
 // # The rate while the breaker is not closed
 //
-// A held source has no outcomes, so a rate taken from its window would fade as
-// the hold goes on. Freeze keeps the rate of the moment. The first probe
-// replaces it, and from then on the rate is that of the probes since the trip,
-// within Window; when Window holds none, the last such rate stands. MinSample
-// is not asked of probes, since they are few by design. Thaw returns to the
-// live window, which has slid on meanwhile.
+// A held source has no outcomes, so the rate of its window would fade during the hold. Freeze
+// keeps the present rate. From the first probe on, the rate is that of the probes since the
+// breaker opened, within Window. If Window has no probe, the last such rate stands. MinSample
+// does not apply to probes, since they are few by design. Thaw returns to the live window,
+// which has moved on meanwhile.
 //
-// While probes pass they are the source's traffic. Then a delivery that fails
-// counts once, by its first attempt.
+// While probes pass they are the source's traffic. Then a delivery that fails counts once, by
+// its first attempt.
 //
 // # The rate without traffic
 //
-// Also without a breaker a window can run empty under a storm: nothing is
-// dead-lettered, the retry set is full, intake stops, and no first attempt is
-// made any more. So when the window falls under MinSample its last rate is
-// kept, and stands while no first attempt has succeeded since and a delivery
-// from then is still unsettled. A source that is merely quiet has no such
-// delivery, and no rate.
+// Even without a breaker a window can run empty in a storm: nothing is dead-lettered, the
+// retry set is full, intake stops, and there are no first attempts any more. So when the
+// window falls under MinSample, its last rate is kept. It stands as long as no first attempt
+// has succeeded since, and a delivery from that time is still unsettled. A source that is
+// only quiet has no such delivery, and no rate.
 //
 // # Use
 //
-// Every method takes the present instant, monotonic, as a duration since an
-// origin of the caller's choice; one before the last counts as the last.
-// Nothing allocates but the first probe. A Detector is about 1 KiB, 2 KiB once
-// it has seen a probe, and starts no goroutine. Its methods must not be called
-// concurrently: the source calls them under its own lock.
+// The present instant is a monotonic duration since an origin that the caller chooses. An
+// instant before the last one counts as the last one. Only the first probe allocates. A
+// Detector takes about 1 KiB, or 2 KiB after its first probe, and starts no goroutine. Its
+// methods must not be called concurrently: the source calls them under its own lock.
 type Detector struct {
 	cfg    dlq.StormConfig // defaults filled in
 	read   Reading         // of the last Step
-	oldest time.Duration
-	active bool
-	frozen bool
+	oldest time.Duration   // when the oldest unsettled delivery was received
+	active bool            // there is a storm
+	frozen bool            // the breaker is not closed
 
-	// last is the newest rate that the live window does not give itself, seen
-	// at the instant seen. It is empty if there is none.
+	// last is the newest rate that the live window does not have itself. It is empty if there
+	// is none.
 	last      tally
-	lastProbe bool // last is of probes
-	refuted   bool // a first attempt succeeded after seen
-	seen      time.Duration
+	lastProbe bool          // last is a rate of probes
+	refuted   bool          // a first attempt succeeded after seen
+	seen      time.Duration // the instant of last
 
-	since   time.Duration // active last changed
-	calm    time.Duration // rate calm from here on, or never
-	settled time.Duration // rate calm and age back from here on, or never
+	since   time.Duration // when active last changed
+	calm    time.Duration // since when the rate is calm, or never
+	settled time.Duration // since when the rate is calm and the age within bounds, or never
 
-	total   uint64 // the success counter as last read
+	total   uint64 // the success counter at the latest call
 	ignored uint64
 	probes  *window // nil until the first probe
 	live    window
@@ -95,8 +92,8 @@ type Detector struct {
 
 const never = time.Duration(-1 << 63)
 
-// NewDetector returns a detector with no outcomes and no storm. The error is
-// that of [dlq.StormConfig.Validate].
+// NewDetector returns a detector without outcomes and without a storm. The error is that of
+// [dlq.StormConfig.Validate].
 func NewDetector(c dlq.StormConfig) (*Detector, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
@@ -105,10 +102,10 @@ func NewDetector(c dlq.StormConfig) (*Detector, error) {
 	return &Detector{cfg: c, calm: never, settled: never, live: newWindow(c.Window)}, nil
 }
 
-// Failure counts a delivery whose first attempt failed. Report neither the
-// failure of a retry nor that of a probe here, and a slow handler once: early
-// or when it returns. If this failure trips the breaker, call Failure first
-// and [Detector.Freeze] after, so that the frozen rate holds it.
+// Failure counts a delivery whose first attempt failed. Do not report failures of retries or
+// probes here. Report a slow handler once: early or when it returns. If this failure trips
+// the breaker, call Failure first and [Detector.Freeze] after it, so that the frozen rate
+// includes the failure.
 func (d *Detector) Failure(now time.Duration) {
 	if d.cfg.Off {
 		return
@@ -117,14 +114,13 @@ func (d *Detector) Failure(now time.Duration) {
 	d.live.addFailed(1)
 }
 
-// Successes takes the number of deliveries whose first attempt succeeded,
-// counted elsewhere since the detector was made, so that a success costs
-// nothing here. Those since the last call count as of now: call it before each
-// Step, and every sixtieth of Window if steps are rarer.
+// Successes takes the caller's counter of deliveries whose first attempt succeeded since the
+// detector was made. So a success costs nothing here. Successes since the last call count as
+// of now: call it before each Step, and every sixtieth of Window if steps are rarer.
 //
-// A total that holds other successes too, those of retries and probes, makes
-// the rate read low by their share. One smaller than the last is ignored, and
-// counted by [Detector.Ignored]: nothing is counted until it is past the last.
+// If the total includes successes of retries and probes, the rate is too low by their share. A
+// total smaller than the last one is ignored, and counted by [Detector.Ignored]. Nothing is
+// counted until a total is above the last one.
 func (d *Detector) Successes(now time.Duration, total uint64) {
 	if d.cfg.Off {
 		return
@@ -141,8 +137,8 @@ func (d *Detector) Successes(now time.Duration, total uint64) {
 	d.refuted = true
 }
 
-// Diverted counts n deliveries put to the hold instead of being handled. They
-// are for [dlq.Storm.Diverted] only: a refusal by the guard is not an outcome.
+// Diverted counts n deliveries that were put into the hold instead of being handled. They
+// only count for [dlq.Storm.Diverted]: a refusal by the guard is not an outcome.
 func (d *Detector) Diverted(now time.Duration, n int) {
 	if d.cfg.Off || n <= 0 {
 		return
@@ -151,9 +147,9 @@ func (d *Detector) Diverted(now time.Duration, n int) {
 	d.live.addDiverted(uint64(n))
 }
 
-// Freeze says that the breaker left closed, for whatever reason. The rate seen
-// now stands until a probe gives a newer one. With no rate to be seen there is
-// none until then. While frozen, a further Freeze changes nothing.
+// Freeze says that the breaker is no longer closed, for any reason. The present rate stands
+// until a probe gives a newer one. If there is no rate now, there is none until then. While
+// frozen, another Freeze changes nothing.
 func (d *Detector) Freeze(now time.Duration) {
 	if d.cfg.Off || d.frozen {
 		return
@@ -166,10 +162,9 @@ func (d *Detector) Freeze(now time.Duration) {
 	}
 }
 
-// Probe counts the outcome of a probe made while frozen, be it the first
-// attempt of its delivery or not; while probes pass, report no failure of a
-// retry. A probe of the same scope made by another process may be reported as
-// well. While not frozen it does nothing.
+// Probe counts the outcome of a probe, which need not be the first attempt of its delivery.
+// While probes pass, report no failure of a retry. A probe of the same scope by another
+// process may be reported as well. While not frozen Probe does nothing.
 func (d *Detector) Probe(now time.Duration, ok bool) {
 	if !d.frozen {
 		return
@@ -187,9 +182,8 @@ func (d *Detector) Probe(now time.Duration, ok bool) {
 	d.last, d.lastProbe, d.refuted, d.seen = d.probes.sum, true, false, now
 }
 
-// Thaw says that the breaker is closed again: the live window counts again,
-// with those outcomes from before the trip that are still within Window.
-// While not frozen it does nothing.
+// Thaw says that the breaker is closed again. The live window counts again, with outcomes
+// from before the trip that are still within Window. While not frozen Thaw does nothing.
 func (d *Detector) Thaw(now time.Duration) {
 	if !d.frozen {
 		return
@@ -198,11 +192,11 @@ func (d *Detector) Thaw(now time.Duration) {
 	d.frozen = false
 }
 
-// Step judges the source and reports whether Active of [Detector.Storm]
-// changed. Call it at each tick, after [Detector.Successes].
+// Step judges the source, and returns whether Active of [Detector.Storm] changed. Call it at
+// each tick, after [Detector.Successes].
 //
-// Without a storm the cheapest test comes first: a source whose attempts are
-// within bounds costs two comparisons, and the window is not looked at.
+// Without a storm the cheapest test comes first: a source whose attempts are within bounds
+// costs two comparisons, and the window is not read.
 func (d *Detector) Step(now time.Duration, r Reading) (changed bool) {
 	d.read = r
 	d.oldest = now - r.Age
@@ -215,8 +209,8 @@ func (d *Detector) Step(now time.Duration, r Reading) (changed bool) {
 	return d.fire(now)
 }
 
-// fire calls a storm if the rate, too, is over its threshold. A detector that
-// is off has no rate.
+// fire calls a storm if the rate is over its threshold, too. A detector that is off has no
+// rate.
 func (d *Detector) fire(now time.Duration) bool {
 	d.slide(now)
 	if t, _ := d.rate(); !t.over(d.cfg.ErrorRate) {
@@ -248,8 +242,8 @@ func (d *Detector) clear(now time.Duration) bool {
 	return true
 }
 
-// Storm returns the verdict of the last Step, and what is known as of the last
-// call of any method.
+// Storm returns the verdict of the last Step, and the figures as of the last call of any
+// method.
 func (d *Detector) Storm() dlq.Storm {
 	t, basis := d.rate()
 	return dlq.Storm{
@@ -265,15 +259,15 @@ func (d *Detector) Storm() dlq.Storm {
 	}
 }
 
-// Ignored is the number of totals that [Detector.Successes] ignored because
-// they were smaller than an earlier one. More than zero is a fault of the
-// caller's counter, and the error rate then reads high.
+// Ignored returns how many totals [Detector.Successes] ignored because they were smaller than
+// an earlier one. More than zero is a fault of the caller's counter; then the error rate is
+// too high.
 func (d *Detector) Ignored() uint64 { return d.ignored }
 
-// slide brings the windows to now and keeps a rate that is about to be lost.
+// slide moves the windows to now. It keeps a rate that the live window would lose.
 func (d *Detector) slide(now time.Duration) {
 	if now < d.live.end {
-		return // nor need the probes slide: they move with the live window
+		return // probes need not slide either: they move with the live window
 	}
 	before, until := d.live.sum, d.live.end-1
 	d.live.slide(now)
@@ -291,7 +285,7 @@ func (d *Detector) slide(now time.Duration) {
 	}
 }
 
-// rate returns the outcomes that count now, none if no rate is known.
+// rate returns the outcomes of the present rate and their basis; none if no rate is known.
 func (d *Detector) rate() (tally, string) {
 	basis := basisKept
 	switch {

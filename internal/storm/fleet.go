@@ -5,20 +5,17 @@ package storm
 
 import "github.com/stormguard-mq/stormguard/dlq"
 
-// A Fleet compares the detectors of several processes: what a driver of
-// detectors, such as a guard, asks of it. All methods are safe for concurrent use
-// and do no I/O.
+// A Fleet compares the detectors of several processes. A driver of detectors, such as a
+// guard, calls it. All methods are safe for concurrent use and do no I/O.
 type Fleet interface {
-	// Report replaces what this process's detectors of a key see. A key names
-	// what is compared: a topic or queue of a group, by the same name in all
-	// processes. Call it as often as the detectors step.
+	// Report replaces this process's report of a key. A key names a topic or queue of a
+	// group, by the same name in all processes. Call it as often as the detectors step.
 	Report(key string, s dlq.Storm) error
 
-	// Withdraw takes the report of a key back: this process has no source of it
-	// any more.
+	// Withdraw removes this process's report of a key: it has no source of the key any more.
 	Withdraw(key string)
 
-	// Storm is what the fleet makes of a key now. It takes a lock and looks at
-	// each process: not for each delivery.
+	// Storm returns the fleet's present verdict about a key. It takes a lock and looks at each
+	// process, so do not call it for each delivery.
 	Storm(key string) dlq.FleetStorm
 }

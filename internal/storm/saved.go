@@ -5,24 +5,24 @@ package storm
 
 import "time"
 
-// Saved is what the detector of a source on hold leaves to the next one, whose clock goes
-// on where this one's would be.
+// Saved is the state of the detector of a held source, for the next detector. The next
+// detector's clock must continue this detector's clock.
 type Saved struct {
 	Active bool          `json:"active,omitempty"`
 	Since  time.Duration `json:"since,omitempty"`
-	Failed uint64        `json:"failed"` // the rate: of those outcomes
-	OK     uint64        `json:"ok"`
-	Probes bool          `json:"probes,omitempty"` // that were probes
+	Failed uint64        `json:"failed"`           // failed outcomes of the rate
+	OK     uint64        `json:"ok"`               // other outcomes of the rate
+	Probes bool          `json:"probes,omitempty"` // the rate is of probes
 }
 
-// Save is what the next detector has to know, and false if that is nothing: the breaker
-// is closed, or no rate is known.
+// Save returns the state for the next detector. It returns false if there is nothing to save:
+// the breaker is closed, or no rate is known.
 func (d *Detector) Save() (Saved, bool) {
 	return Saved{d.active, d.since, d.last.failed, d.last.outcomes() - d.last.failed, d.lastProbe}, d.frozen && d.last.outcomes() > 0
 }
 
-// Restore takes up what was saved, of a source whose breaker is still not closed: a storm
-// goes on, and the rate stands until a probe gives a newer one.
+// Restore sets the saved state of a source whose breaker is still not closed. A storm goes
+// on, and the rate stands until a probe gives a newer one.
 func (d *Detector) Restore(now time.Duration, s Saved) {
 	if d.cfg.Off || s.Failed+s.OK == 0 {
 		return

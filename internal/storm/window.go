@@ -8,13 +8,13 @@ import (
 	"time"
 )
 
-// windowBuckets is the resolution of a sliding window: its length is cut into
-// this many buckets, and one more is being filled. dlq.StormConfig.Window has a lower
-// bound of one millisecond each.
+// windowBuckets is the resolution of a sliding window: its length is cut into so many
+// buckets, and one more is being filled. A bucket is at least one millisecond long, by the
+// lower bound of dlq.StormConfig.Window.
 const windowBuckets = 60
 
-// window counts outcomes over a sliding stretch of time. An outcome counts
-// for at least the window's length and at most one bucket (1/60) longer.
+// window counts outcomes over a sliding time. An outcome counts for at least the window's
+// length and at most one bucket (1/60) longer.
 //
 // Adding costs one comparison and two additions while the bucket lasts.
 // Sliding by k buckets costs min(k, 61) subtractions, whatever they hold.
@@ -26,12 +26,12 @@ type window struct {
 	ring  [windowBuckets + 1]bucket
 }
 
-// bucket saturates instead of wrapping; the counts in sum are those it took.
+// bucket has saturating counts: they do not wrap. sum only has counts that a bucket has taken.
 type bucket struct{ failed, ok, diverted uint32 }
 
 type tally struct{ failed, ok, diverted uint64 }
 
-// outcomes leaves the diverted out: they are not outcomes.
+// outcomes returns failed plus ok; diverted deliveries are not outcomes.
 func (t tally) outcomes() uint64 { return t.failed + t.ok }
 
 func newWindow(length time.Duration) window {
@@ -39,13 +39,12 @@ func newWindow(length time.Duration) window {
 	return window{width: width, end: width}
 }
 
-// slide brings the window to now. An instant before the current bucket is
-// taken as being in it.
+// slide moves the window to now. An instant before the current bucket counts as in it.
 func (w *window) slide(now time.Duration) {
 	if now < w.end {
 		return
 	}
-	steps := (now-w.end)/w.width + 1 // a number
+	steps := (now-w.end)/w.width + 1 // a number of buckets, not a time
 	w.end += steps * w.width         //nolint:durationcheck // steps is a number
 	if steps > windowBuckets {
 		w.ring = [windowBuckets + 1]bucket{}
@@ -64,8 +63,8 @@ func (w *window) slide(now time.Duration) {
 	}
 }
 
-// restart empties the window and puts it where other is, so that both slide at
-// the same instants from here on.
+// restart empties the window and moves it to other's position, so that both slide at the same
+// instants from now on.
 func (w *window) restart(other *window) { *w = window{width: other.width, end: other.end} }
 
 func (w *window) addFailed(n uint64)   { fill(&w.ring[w.at].failed, &w.sum.failed, n) }

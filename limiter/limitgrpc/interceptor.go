@@ -23,23 +23,23 @@ import (
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
-// errConfig is what every refusal of a configuration begins with.
+// errConfig is the beginning of every error about a configuration.
 var errConfig = errors.New("limitgrpc: config")
 
-// Config is what an operator may set from a file, a flag or the environment. The
-// zero value is valid.
+// Config holds the settings that an operator may set from a file, a flag or the environment.
+// The zero value is valid.
 type Config struct {
-	// MaxWait is how long a call or message may wait to be admitted, in [0, 1h]; unset
-	// means that it is answered at once.
+	// MaxWait is how long a call or message may wait to be admitted, in [0, 1h]; unset means
+	// that it is answered at once.
 	MaxWait time.Duration
 
-	// PerMessage has each message that a client sends in a stream cost one admission.
-	// While one waits the stream's flow control slows the client down; one that is
-	// denied ends the stream. Unary calls have their one message and pay once.
+	// PerMessage makes each message that a client sends in a stream cost one admission. While
+	// a message waits, the stream's flow control slows the client down. A denied message ends
+	// the stream. A unary call costs one admission in total.
 	PerMessage bool
 }
 
-// Validate returns one error with all that is wrong, or nil.
+// Validate returns one error with all faults of c, or nil.
 func (c Config) Validate() error {
 	if c.MaxWait < 0 || c.MaxWait > time.Hour {
 		return fmt.Errorf("%w: MaxWait: %v is not in [0s, 1h0m0s]", errConfig, c.MaxWait)
@@ -47,27 +47,28 @@ func (c Config) Validate() error {
 	return nil
 }
 
-// An Interceptor lets calls in. It is safe for concurrent use and has nothing to close.
+// An Interceptor limits the calls of a server. It is safe for concurrent use. Nothing needs
+// to be closed.
 type Interceptor struct{ rules atomic.Pointer[rules] }
 
-// rules are never changed, only exchanged.
+// rules are never changed, only replaced by others.
 type rules struct {
 	choose func(ctx context.Context, method string) limiter.Gate
 	cfg    Config
 }
 
-// New is an interceptor. choose returns the gate of a call; nil admits everything. method is the
-// full one, /package.Service/Method. choose is called for each call, and for each message
-// with Config.PerMessage, by many goroutines: it must be quick. A gate with waiters in line
-// is kept and not made anew each time, see [limiter.All].
+// New makes an interceptor. choose returns the gate of a call; nil admits everything. method
+// is the full name, /package.Service/Method. choose is called by many goroutines for each
+// call, and with Config.PerMessage for each message: it must be quick. It must not make a new
+// gate each time if waiters are to be served in order, see [limiter.All].
 func New(choose func(ctx context.Context, method string) limiter.Gate, cfg Config) (*Interceptor, error) {
 	d := &Interceptor{}
 	return d, d.Swap(choose, cfg)
 }
 
-// Swap exchanges function and configuration. What waits already goes on at the gate
-// that was chosen for it; the next call, and the next message of a stream that is
-// open, have the new ones. After an error the old ones stay.
+// Swap replaces function and configuration. Calls and messages that already wait stay at the
+// gate that was chosen for them. Later calls, and later messages of open streams, use the new
+// ones. After an error the old ones stay.
 func (d *Interceptor) Swap(choose func(ctx context.Context, method string) limiter.Gate, cfg Config) error {
 	err := cfg.Validate()
 	if choose == nil {
@@ -79,7 +80,7 @@ func (d *Interceptor) Swap(choose func(ctx context.Context, method string) limit
 	return err
 }
 
-// Unary is the interceptor for unary calls.
+// Unary returns the interceptor for unary calls.
 func (d *Interceptor) Unary() grpc.UnaryServerInterceptor {
 	return func(ctx context.Context, request any, info *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
 		err := d.rules.Load().enter(ctx, info.FullMethod, func(md metadata.MD) { _ = grpc.SetTrailer(ctx, md) })
@@ -90,7 +91,7 @@ func (d *Interceptor) Unary() grpc.UnaryServerInterceptor {
 	}
 }
 
-// Stream is the interceptor for streams.
+// Stream returns the interceptor for streams.
 func (d *Interceptor) Stream() grpc.StreamServerInterceptor {
 	return func(server any, stream grpc.ServerStream, info *grpc.StreamServerInfo, next grpc.StreamHandler) error {
 		if err := d.rules.Load().enter(stream.Context(), info.FullMethod, stream.SetTrailer); err != nil {
@@ -100,7 +101,7 @@ func (d *Interceptor) Stream() grpc.StreamServerInterceptor {
 	}
 }
 
-// limited is a stream whose messages cost.
+// limited is a stream whose messages cost admissions.
 type limited struct {
 	grpc.ServerStream
 
@@ -108,8 +109,7 @@ type limited struct {
 	method      string
 }
 
-// RecvMsg admits a message after it has come, so that a client that says nothing
-// takes nothing.
+// RecvMsg admits a message after it was received, so that a silent client takes no tokens.
 func (l *limited) RecvMsg(m any) error {
 	if err := l.ServerStream.RecvMsg(m); err != nil {
 		return err
@@ -145,8 +145,8 @@ func (r *rules) enter(ctx context.Context, method string, trail func(metadata.MD
 	return s.Err()
 }
 
-// millis is a time in milliseconds, rounded up, as far as an int32 goes, which is
-// what the trailer has.
+// millis returns a time in milliseconds, rounded up. It is at most the largest int32, the
+// type of the trailer.
 func millis(d time.Duration) string {
 	up := d / time.Millisecond
 	if d%time.Millisecond > 0 {
@@ -155,8 +155,8 @@ func millis(d time.Duration) string {
 	return strconv.FormatInt(int64(min(up, math.MaxInt32)), 10)
 }
 
-// PeerIP is a key: the address that the connection comes from, as [limiter.AddrKey]
-// has it.
+// PeerIP returns a key for the connection's remote address, see [limiter.AddrKey]. It is
+// empty if the address is not known.
 func PeerIP(ctx context.Context) string {
 	p, ok := peer.FromContext(ctx)
 	if !ok || p.Addr == nil {
@@ -165,8 +165,8 @@ func PeerIP(ctx context.Context) string {
 	return limiter.AddrKey(p.Addr.String())
 }
 
-// Metadata is a key: the first value of a name in what the client has sent, which is
-// the client's word. It is empty if there is none.
+// Metadata returns a key: the first value of a name in the client's metadata, or an empty key
+// if there is none. The client chooses the value, so it proves nothing.
 func Metadata(ctx context.Context, name string) string {
 	if values := metadata.ValueFromIncomingContext(ctx, name); len(values) > 0 {
 		return values[0]

@@ -15,25 +15,26 @@ import (
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
-// seconds is a time in whole seconds, rounded up, at least one: what is worth asking
-// again now would not have been denied.
+// seconds returns a time in whole seconds, rounded up and at least 1: a client that is
+// denied must not ask again at once.
 func seconds(d time.Duration) string {
 	return strconv.FormatInt(max(1, ceil(d.Seconds())), 10)
 }
 
-// ceil rounds up what is not a whole number but for the last bits of a float, and
-// keeps to what a header's Integer can be.
+// ceil rounds up, but ignores a float's error in the last bits. It returns at most the
+// largest Integer of a header.
 func ceil(x float64) int64 { return int64(min(math.Ceil(x-1e-9), 999_999_999_999_999)) }
 
-// window is a bucket as quota and window: the whole seconds in which it fills, and
-// what those admit at its rate, which is at least the burst.
+// window describes a bucket as a quota and a window. The window is the number of whole
+// seconds in which the bucket fills. The quota is how many requests the rate admits in that
+// time, at least the burst.
 func window(l limiter.Limit) (quota, secs int64) {
 	secs = max(1, ceil(float64(l.Burst)/l.Rate))
 	return max(int64(l.Burst), int64(math.Floor(l.Rate*float64(secs)+1e-9))), secs
 }
 
-// reset is in how many seconds there is more: the next token if none is left,
-// all of them otherwise; 0 if all are there.
+// reset returns in how many seconds the next token comes if none is left, and otherwise in
+// how many seconds the bucket is full; 0 if it is full.
 func reset(l limiter.Level, denied *limiter.DeniedError) int64 {
 	switch {
 	case denied != nil:
@@ -50,9 +51,9 @@ func describe(h http.Header, name string, g limiter.Gate, denied *limiter.Denied
 		return
 	}
 	if denied != nil {
-		l.Left = 0 // what has come meanwhile was not for this one
+		l.Left = 0 // tokens that came since the denial are not for this request
 	}
-	// Names as net/http writes them; they have no case.
+	// Header names as net/http writes them; their case has no meaning.
 	quota, secs := window(l.Limit)
 	again := reset(l, denied)
 	text := `"` + strings.NewReplacer(`\`, `\\`, `"`, `\"`).Replace(name) + `"`
@@ -69,7 +70,7 @@ func describe(h http.Header, name string, g limiter.Gate, denied *limiter.Denied
 	}
 }
 
-// printable is a name as a header can have it.
+// printable returns a name that a header can hold.
 func printable(name string) string {
 	return strings.Map(func(r rune) rune {
 		if r < ' ' || r > '~' {

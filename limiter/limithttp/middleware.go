@@ -14,34 +14,34 @@ import (
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
-// errConfig is what every refusal of a configuration begins with.
+// errConfig is the beginning of every error about a configuration.
 var errConfig = errors.New("limithttp: config")
 
-// A Tier is what limits a request.
+// A Tier is the limit of a request.
 type Tier struct {
-	// Name is the policy's in headers and bodies, so clients see it; printable ASCII,
-	// anything else is shown as a question mark. Unset means "default".
+	// Name is the name of the policy in headers and bodies, so clients see it. It is
+	// printable ASCII; other characters are shown as a question mark. Unset means "default".
 	Name string
-	// Gate admits; nil admits everything, and leaves no headers.
+	// Gate admits requests. nil admits everything, without headers.
 	Gate limiter.Gate
 }
 
-// Config is what an operator may set from a file, a flag or the environment. The
-// zero value is valid.
+// Config holds the settings that an operator may set from a file, a flag or the environment.
+// The zero value is valid.
 type Config struct {
-	// MaxWait is how long a request may wait to be admitted, in [0, 1h]; unset means
-	// that it is answered at once. Each that waits has its goroutine and connection.
+	// MaxWait is how long a request may wait to be admitted, in [0, 1h]; unset means that it
+	// is answered at once. A waiting request keeps its goroutine and connection.
 	MaxWait time.Duration
 
 	// NoHeaders leaves RateLimit and RateLimit-Policy out. Retry-After stays.
 	NoHeaders bool
 
-	// Legacy adds RateLimit-Limit, RateLimit-Remaining and RateLimit-Reset, as earlier
-	// drafts had them, for clients that know only those. NoHeaders goes before it.
+	// Legacy adds RateLimit-Limit, RateLimit-Remaining and RateLimit-Reset of earlier drafts,
+	// for clients that know only those. With NoHeaders it does nothing.
 	Legacy bool
 }
 
-// Validate returns one error with all that is wrong, or nil.
+// Validate returns one error with all faults of c, or nil.
 func (c Config) Validate() error {
 	if c.MaxWait < 0 || c.MaxWait > time.Hour {
 		return fmt.Errorf("%w: MaxWait: %v is not in [0s, 1h0m0s]", errConfig, c.MaxWait)
@@ -49,26 +49,26 @@ func (c Config) Validate() error {
 	return nil
 }
 
-// A Middleware lets requests in. It is safe for concurrent use and has nothing to close.
+// A Middleware limits the requests to a handler. It is safe for concurrent use. Nothing
+// needs to be closed.
 type Middleware struct{ rules atomic.Pointer[rules] }
 
-// rules are never changed, only exchanged.
+// rules are never changed, only replaced by others.
 type rules struct {
 	choose func(*http.Request) Tier
 	cfg    Config
 }
 
-// New is a middleware. choose returns the tier of a request. It is called for each, by many
-// goroutines, and before anything is admitted: it must be quick. A gate with waiters in line
-// is kept and not made anew each time, see [limiter.All].
+// New makes a middleware. choose returns the tier of a request. It is called for each request
+// by many goroutines, before anything is admitted: it must be quick. It must not make a new
+// gate for each request if waiters are to be served in order, see [limiter.All].
 func New(choose func(*http.Request) Tier, cfg Config) (*Middleware, error) {
 	d := &Middleware{}
 	return d, d.Swap(choose, cfg)
 }
 
-// Swap exchanges function and configuration. Requests that wait already go on at the
-// gate that was chosen for them; all others have the new ones. After an error the
-// old ones stay.
+// Swap replaces function and configuration. Requests that already wait stay at the gate that
+// was chosen for them. All later requests use the new ones. After an error the old ones stay.
 func (d *Middleware) Swap(choose func(*http.Request) Tier, cfg Config) error {
 	err := cfg.Validate()
 	if choose == nil {
@@ -80,7 +80,7 @@ func (d *Middleware) Swap(choose func(*http.Request) Tier, cfg Config) error {
 	return err
 }
 
-// Wrap is next behind the middleware.
+// Wrap returns a handler that limits the requests to next.
 func (d *Middleware) Wrap(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		now := d.rules.Load()
@@ -101,13 +101,13 @@ func (d *Middleware) Wrap(next http.Handler) http.Handler {
 		case denied != nil:
 			w.Header().Set("Retry-After", seconds(denied.After))
 			refuse(w, http.StatusTooManyRequests, "quota-exceeded", "The rate limit of these requests is exceeded.", name)
-		default: // it is closed, or cannot admit anything
+		default: // the gate is closed, or cannot admit anything
 			refuse(w, http.StatusServiceUnavailable, "temporary-reduced-capacity", "The service cannot admit requests at the moment.", name)
 		}
 	})
 }
 
-// problem is a body as RFC 9457 has it.
+// problem is a response body of RFC 9457.
 type problem struct {
 	Type     string   `json:"type"`
 	Title    string   `json:"title"`
@@ -126,6 +126,6 @@ func refuse(w http.ResponseWriter, status int, kind, title, policy string) {
 	})
 }
 
-// RemoteIP is a key: the address that the connection comes from, as
-// [limiter.AddrKey] has it. It reads no header.
+// RemoteIP returns a key for the connection's remote address, see [limiter.AddrKey]. It
+// reads no header.
 func RemoteIP(r *http.Request) string { return limiter.AddrKey(r.RemoteAddr) }

@@ -9,9 +9,9 @@ import (
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
-// Transport is base, or [http.DefaultTransport] if that is nil, behind gates: each
-// request waits at its own until it is admitted, or its context ends. A nil gate
-// admits. Redirects and retries that the client makes are requests too.
+// Transport puts gates in front of base, or of [http.DefaultTransport] if base is nil. Each
+// request waits at its gate until it is admitted, or until its context ends. A nil gate
+// admits everything. Redirects and retries of the client are requests too.
 func Transport(base http.RoundTripper, gate func(*http.Request) limiter.Gate) http.RoundTripper {
 	if base == nil {
 		base = http.DefaultTransport
@@ -20,7 +20,7 @@ func Transport(base http.RoundTripper, gate func(*http.Request) limiter.Gate) ht
 		if g := gate(r); g != nil {
 			if err := g.Wait(r.Context()); err != nil {
 				if r.Body != nil {
-					_ = r.Body.Close() // as a RoundTripper must, also when it fails
+					_ = r.Body.Close() // a RoundTripper must close it, also on an error
 				}
 				return nil, err
 			}

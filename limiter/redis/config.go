@@ -15,18 +15,18 @@ import (
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
-// Silence is what is decided while Redis does not decide: it is not reached, does
+// Silence says how calls are answered while Redis does not decide: it is not reached, does
 // not answer in time, or answers with an error.
 type Silence int
 
 const (
-	// FailClosed denies, and lets who waits wait on.
+	// FailClosed denies. Waiters go on waiting.
 	FailClosed Silence = iota
 	// FailOpen admits everything.
 	FailOpen
 )
 
-// String is "closed" or "open".
+// String returns "closed" or "open".
 func (s Silence) String() string {
 	if s == FailOpen {
 		return "open"
@@ -34,32 +34,32 @@ func (s Silence) String() string {
 	return "closed"
 }
 
-// Config is what an operator may set from a file, a flag or the environment. All
-// processes must have the same Limit, Limits and Prefix. Limit has no default;
+// Config holds the settings that an operator may set from a file, a flag or the environment.
+// All processes must have the same Limit, Limits and Prefix. Limit has no default;
 // everything else may be left out.
 type Config struct {
-	// Limit is that of each key that Limits does not name; its ranges are those of
+	// Limit is the limit of each key that Limits does not name. Its ranges are those of
 	// [limiter.Limit].
 	Limit limiter.Limit
 
-	// Limits are those of keys that have their own.
+	// Limits are the limits of single keys.
 	Limits map[string]limiter.Limit
 
-	// Prefix begins the names of all keys at Redis: a key k is PREFIX{k}. It has no
-	// braces and at most 128 bytes; unset means "stormguard:limit:".
+	// Prefix begins the names of all keys at Redis: a key k is PREFIX{k}. It has no braces
+	// and at most 128 bytes; unset means "stormguard:limit:".
 	Prefix string
 
-	// Silence is what is decided while Redis does not decide; unset means FailClosed.
+	// Silence says how calls are answered while Redis does not decide; unset means FailClosed.
 	Silence Silence
 
-	// Timeout is for one question, in [1ms, 10s]; unset means 50 ms. A context that
-	// ends sooner does so.
+	// Timeout bounds one question to Redis, in [1ms, 10s]; unset means 50 ms. The context of
+	// a Wait may end that wait sooner.
 	Timeout time.Duration
 
-	// Batch is how many tokens Admit takes ahead at the most, in [1, 10000]; unset
-	// means 16. It is never more than a quarter of the burst, or one. A larger one
-	// lets a source handle more messages per round trip; what is not used within
-	// a second is lost to the fleet, and what is may come on top of the bound.
+	// Batch is how many tokens Admit takes ahead at most, in [1, 10000]; unset means 16. It
+	// is cut to a quarter of the burst, but is at least one. With a larger Batch a source
+	// handles more messages per round trip. Tokens not used within a second are lost to the
+	// fleet. Used ones may come on top of the bound.
 	Batch int
 }
 
@@ -71,8 +71,8 @@ func (c Config) WithDefaults() Config {
 	return c
 }
 
-// Validate reports everything that is wrong with c at once, or returns nil. Unset
-// fields are judged as their defaults.
+// Validate returns one error that names all faults of c, or nil. Unset fields are checked as
+// their defaults.
 func (c Config) Validate() error {
 	var wrong []error
 	bad := func(field string, value any, want string) {

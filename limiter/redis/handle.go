@@ -14,50 +14,50 @@ import (
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
-// fresh is for how long a token that was taken ahead may be used.
+// fresh is how long a token that was taken ahead may be used.
 const fresh = time.Second
 
-// poll is after how long Admit is worth asking again while tokens are fetched.
+// poll is the wait that Admit returns while tokens are fetched.
 const poll = time.Millisecond
 
-// A Handle is one key of a [Store], and a [limiter.Gate]. It is safe for concurrent
-// use, needs no Close, and is small.
+// A Handle is one key of a [Store], and a [limiter.Gate]. It is safe for concurrent use,
+// small, and need not be closed.
 type Handle struct {
 	store *Store
-	keys  []string // the one name at Redis
-	valid bool
+	keys  []string // has a single element, the key's name at Redis
+	valid bool     // the key is not empty and not too long
 	limit limiter.Limit
-	batch int
+	batch int // largest number of tokens taken ahead
 
 	waiting atomic.Int64  // tokens that callers of WaitN wait for
-	turn    chan struct{} // has one element while somebody is the first in line
+	turn    chan struct{} // has one element while a waiter is first in line
 
-	// Below is guarded by mu, which nothing waits under.
+	// mu guards all fields below. No call waits while it holds mu.
 	mu         sync.Mutex
-	asking     *question // is on its way for the line
-	spare      int       // tokens of its answer, for the next in line
+	asking     *question // question for the waiters that is in flight, or nil
+	spare      int       // tokens of the latest answer that the next waiter may take
 	ahead      int       // tokens that Admit may use
-	taken      time.Time // when the last of them came
-	want       bool      // the prefetcher is to fetch more
-	fetches    bool      // the prefetcher is about it
-	owed       int       // to be given back
-	prefetcher bool      // runs
-	again      time.Time // not before is there anything to fetch
-	failing    bool      // the last fetch found no decision
-	spent      int       // admitted by Redis and not given back
-	opened     time.Time // when something was last admitted that Redis did not decide
-	known      bool      // what follows is of the last answer
-	left       int
-	next       time.Time
+	taken      time.Time // when the latest tokens of ahead came
+	want       bool      // the prefetcher must fetch more
+	fetches    bool      // a fetch is in flight
+	owed       int       // tokens to give back to Redis
+	prefetcher bool      // the prefetcher's goroutine runs
+	again      time.Time // no fetch begins before
+	failing    bool      // the latest fetch got no decision
+	spent      int       // tokens that Redis admitted and that were not refunded
+	opened     time.Time // latest admission that Redis did not decide
+	known      bool      // left and next are set
+	left       int       // tokens left in the bucket, by the latest answer
+	next       time.Time // when the tokens asked for can be there, by the latest answer
 }
 
 var _ limiter.Gate = (*Handle)(nil)
 
-// Allow is AllowN of one.
+// Allow is AllowN of one token.
 func (h *Handle) Allow() bool { return h.AllowN(1) }
 
-// AllowN asks Redis, for Config.Timeout at the longest; see [limiter.Gate]. More than
-// the burst is denied without asking, and so is everything while others Wait.
+// AllowN asks Redis, and waits at most Config.Timeout; see [limiter.Gate]. n above the burst
+// is denied without asking. While callers of this handle wait, everything is denied.
 func (h *Handle) AllowN(n int) bool {
 	if n <= 0 {
 		return true
@@ -69,7 +69,7 @@ func (h *Handle) AllowN(n int) bool {
 	return a.took > 0 || err != nil && h.open(err)
 }
 
-// take asks for n, all or none.
+// take asks Redis for n tokens, all or none.
 func (h *Handle) take(n int) (answer, error) {
 	a, err := h.store.ask(h, n, n, 0)
 	if err == nil {
@@ -81,12 +81,12 @@ func (h *Handle) take(n int) (answer, error) {
 	return a, err
 }
 
-// learn keeps what an answer says about the bucket. The caller holds mu.
+// learn keeps the bucket's state from an answer. The caller holds mu.
 func (h *Handle) learn(a answer) {
 	h.known, h.left, h.next = true, a.left, time.Now().Add(a.wait)
 }
 
-// open tells whether an error admits.
+// open tells whether a call with this error is admitted fail-open, and notes that.
 func (h *Handle) open(err error) bool {
 	if h.store.cfg.Silence != FailOpen || !errors.Is(err, ErrSilent) {
 		return false
@@ -97,16 +97,16 @@ func (h *Handle) open(err error) bool {
 	return true
 }
 
-// Wait is WaitN of one.
+// Wait is WaitN of one token.
 func (h *Handle) Wait(ctx context.Context) error { return h.WaitN(ctx, 1) }
 
-// WaitN waits until n are admitted, or ctx ends. It returns
-// [context.DeadlineExceeded] at once if ctx has a deadline before there can be as
-// many tokens. Waiters of this handle are served in their order.
+// WaitN waits until n tokens are admitted, or ctx ends. It returns
+// [context.DeadlineExceeded] at once if there cannot be n tokens before ctx's deadline.
+// Waiters of this handle are served in order.
 //
-// While Redis does not decide, FailOpen admits, and FailClosed goes on asking until
-// ctx ends; the error is then [ErrSilent] as well. An answer that waiting
-// does not mend, such as NOPERM, ends a wait.
+// While Redis does not decide, FailOpen admits. FailClosed goes on asking until ctx ends;
+// then the error is [ErrSilent] as well. An error answer that waiting does not fix, such as
+// NOPERM, ends a wait.
 func (h *Handle) WaitN(ctx context.Context, n int) error {
 	if n > 0 && h.store.isClosed() {
 		return limiter.ErrClosed
@@ -122,7 +122,7 @@ func (h *Handle) WaitN(ctx context.Context, n int) error {
 	}
 	h.waiting.Add(int64(n))
 	defer h.leave(n)
-	select { // those who wait to send are served in their order
+	select { // a channel serves waiting senders in order
 	case h.turn <- struct{}{}:
 	case <-ctx.Done():
 		return ctx.Err()
@@ -137,12 +137,12 @@ func (h *Handle) WaitN(ctx context.Context, n int) error {
 		}
 		select {
 		case <-q.done:
-		case <-ctx.Done(): // it goes on for those behind
+		case <-ctx.Done(): // the question goes on for the waiters behind
 			return h.store.gaveUp(ctx)
 		}
 		wait, err := q.wait, q.err
 		switch {
-		case q.took > 0, !own && err == nil && n < q.least: // there may be as few
+		case q.took > 0, !own && err == nil && n < q.least: // n is less than was asked for
 			continue
 		case err != nil && h.open(err):
 			return nil
@@ -166,22 +166,21 @@ func (h *Handle) WaitN(ctx context.Context, n int) error {
 	}
 }
 
-// A question asks for all who wait, so no caller's context ends it.
+// A question asks for tokens for all waiters, so no caller's context ends it.
 type question struct {
-	least int
-	done  chan struct{} // closed with the answer
+	least int           // tokens that the first waiter needs
+	done  chan struct{} // closed when answer and err are set
 	answer
 	err error
 }
 
-// question takes n from what the latest answer had to spare, and returns nil. Without as
-// many it returns the question on its way, or else sends its own. Only the first in line
-// calls it.
+// question takes n tokens from spare, and returns nil. If spare has fewer, it returns the
+// question in flight, or sends its own. Only the first in line calls it.
 func (h *Handle) question(n int) (q *question, own bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	switch {
-	case h.store.isClosed(): // run refuses
+	case h.store.isClosed(): // run below refuses, which sets ErrClosed
 	case h.spare >= n:
 		h.spare -= n
 		h.spent += n
@@ -201,7 +200,7 @@ func (h *Handle) question(n int) (q *question, own bool) {
 	return q, true
 }
 
-// answer asks, and leaves what comes to the line.
+// answer asks Redis, and leaves the tokens to the waiters.
 func (h *Handle) answer(q *question, most, back int) {
 	q.answer, q.err = h.store.ask(h, q.least, most, back)
 	h.mu.Lock()
@@ -225,7 +224,7 @@ func (h *Handle) leave(n int) {
 	}
 }
 
-// dissolve gives back what the line has left over at its end. The caller holds mu.
+// dissolve gives spare tokens back when no caller waits any more. The caller holds mu.
 func (h *Handle) dissolve() {
 	if h.spare > 0 {
 		h.owed, h.spare = h.owed+h.spare, 0
@@ -233,8 +232,8 @@ func (h *Handle) dissolve() {
 	}
 }
 
-// Admit uses a token that was taken ahead, and has more fetched; see [limiter.Gate].
-// It never waits for Redis. The first call of a handle finds nothing yet.
+// Admit uses a token that was taken ahead, and starts a fetch of more; see [limiter.Gate].
+// It never waits for Redis. The first call of a handle finds no token yet.
 func (h *Handle) Admit(time.Duration) time.Duration {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -242,7 +241,7 @@ func (h *Handle) Admit(time.Duration) time.Duration {
 	if h.ahead > 0 && now.Sub(h.taken) > fresh {
 		h.ahead = 0
 	}
-	if h.ahead <= h.batch/2 && !h.fetches && h.valid && !now.Before(h.again) && h.waiting.Load() == 0 { // who waits goes first
+	if h.ahead <= h.batch/2 && !h.fetches && h.valid && !now.Before(h.again) && h.waiting.Load() == 0 { // waiters go first
 		h.want = true
 		h.send()
 	}
@@ -262,9 +261,10 @@ func (h *Handle) Admit(time.Duration) time.Duration {
 	return max(h.again.Sub(now), poll)
 }
 
-// Refund gives back by a goroutine; see [limiter.Gate]. It gives back no more than Redis
-// has admitted by this handle, and nothing for a second after an admission that
-// Redis did not decide, since it may be that one. What cannot be sent is lost.
+// Refund gives tokens back in a goroutine; see [limiter.Gate]. It gives back at most as many
+// tokens as Redis has admitted through this handle. For a second after an admission that
+// Redis did not decide it gives back nothing, since the tokens may be of that admission.
+// Tokens that cannot be sent are lost.
 func (h *Handle) Refund(n int) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -280,15 +280,15 @@ func (h *Handle) Refund(n int) {
 	h.send()
 }
 
-// send has a prefetcher ask what there is to ask. The caller holds mu.
+// send starts the prefetcher if it does not run. The caller holds mu.
 func (h *Handle) send() {
 	if !h.prefetcher {
 		h.prefetcher = h.store.run(h.carry)
 	}
 }
 
-// carry asks for what Admit wants and gives back what is owed, until there is
-// neither.
+// carry is the prefetcher. It fetches tokens for Admit and gives owed tokens back, until
+// there is nothing to do.
 func (h *Handle) carry() {
 	for {
 		back, least, most, ok := h.errand()
@@ -339,8 +339,8 @@ func (h *Handle) deliver(a answer, err error, fetched bool) {
 	}
 }
 
-// Level is what the last answer said, and does not ask; see [limiter.Level]. Other
-// processes may have taken more since.
+// Level returns the state in the latest answer, and does not ask; see [limiter.Level]. Other
+// processes may have taken tokens since.
 func (h *Handle) Level() limiter.Level {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -23,27 +23,27 @@ import (
 //go:embed decide.lua
 var decide string
 
-// pause is for how long nothing is asked after a question that was not answered.
+// pause is how long nothing is asked after a question without an answer.
 const pause = 100 * time.Millisecond
 
 // sayEvery is how often a refusal is logged.
 const sayEvery = time.Minute
 
-// A Store is limits at one Redis. It is safe for concurrent use. It has no goroutine
-// of its own; those that handles start end by themselves, and Close waits for them.
+// A Store holds limits at one Redis. It is safe for concurrent use. It has no goroutine of
+// its own. Goroutines of its handles end by themselves, and Close waits for them.
 type Store struct {
 	client goredis.Scripter
 	script *goredis.Script
 	cfg    Config
 	log    *slog.Logger
-	start  time.Time // what its times count from
+	start  time.Time // origin of quiet and says
 
-	// Until quiet, if silent, nothing is asked. Who finds that it has passed moves it
-	// on and asks for all.
+	// silent says that Redis does not answer. Then nothing is asked until quiet, in time since
+	// start. The first call after quiet sets a later quiet, and asks for all.
 	silent atomic.Bool
 	quiet  atomic.Int64
-	last   atomic.Pointer[error]
-	says   atomic.Int64 // when a refusal may be logged again, since start
+	last   atomic.Pointer[error] // why Redis does not decide; nil after an answer
+	says   atomic.Int64          // when the next refusal may be logged, since start
 
 	mu          sync.Mutex
 	done        chan struct{} // closed by Close
@@ -53,15 +53,14 @@ type Store struct {
 // An Option supplies a collaborator that a config file cannot express.
 type Option func(*Store)
 
-// WithLogger logs when Redis falls silent and when it answers again. The default
-// is silence.
+// WithLogger logs when Redis falls silent, when it answers again, and when it refuses a
+// question. log must not be nil. The default logs nothing.
 func WithLogger(log *slog.Logger) Option { return func(s *Store) { s.log = log } }
 
-// New is limits at a Redis, version 5 or later. client is a client of go-redis: Client,
-// ClusterClient, Ring. Its ContextTimeoutEnabled must be set, or a Redis that hangs
-// would hold callers for its ReadTimeout, whatever Config.Timeout says; New refuses
-// it otherwise. The client remains the caller's, who closes it after the Store.
-// New asks nothing.
+// New makes a store at a Redis of version 5 or later. client is a client of go-redis:
+// Client, ClusterClient or Ring. New refuses a client without ContextTimeoutEnabled: then a
+// hanging Redis would hold callers for the client's ReadTimeout instead of Config.Timeout.
+// The caller closes the client, after the Store. New does not talk to Redis.
 func New(client goredis.Scripter, cfg Config, opts ...Option) (*Store, error) {
 	err := cfg.Validate()
 	switch c := client.(type) {
@@ -99,9 +98,9 @@ func bounded(byContext bool) error {
 	return fmt.Errorf("%w: client: ContextTimeoutEnabled: false is not in {true}: Timeout would not bound an answer", errConfig)
 }
 
-// Key is a handle of a key. Each call makes another, with tokens and a line of
-// waiters of its own: keep it where Admit or Wait are used. It does not fail: a key
-// that is empty or longer than [limiter.MaxKey] is denied everything.
+// Key makes a handle of a key. Each call makes a new handle with its own tokens and its own
+// line of waiters: keep the handle if you use Admit or Wait. Key does not fail: if the key is
+// empty or longer than [limiter.MaxKey], the handle denies everything.
 func (s *Store) Key(key string) *Handle {
 	l := s.cfg.limit(key)
 	return &Handle{
@@ -110,7 +109,7 @@ func (s *Store) Key(key string) *Handle {
 	}
 }
 
-// Err is why Redis does not decide at the moment, or nil. It asks nothing.
+// Err returns why Redis does not decide at the moment, or nil. It does not ask Redis.
 func (s *Store) Err() error {
 	if p := s.last.Load(); p != nil {
 		return *p
@@ -118,9 +117,9 @@ func (s *Store) Err() error {
 	return nil
 }
 
-// Close denies everything from now on, ends waits with [limiter.ErrClosed], and
-// returns when no handle asks ahead any more, within Config.Timeout or so. What was
-// taken ahead is lost. It may be called again.
+// Close denies everything from now on, and ends waits with [limiter.ErrClosed]. It returns
+// when all goroutines of handles have ended, after about Config.Timeout at most. Tokens taken
+// ahead are lost. It may be called again.
 func (s *Store) Close() {
 	s.mu.Lock()
 	if !s.isClosed() {
@@ -150,14 +149,15 @@ func (s *Store) isClosed() bool {
 	}
 }
 
-// An answer is that of the script.
+// An answer is the result of the script.
 type answer struct {
-	took int
-	wait time.Duration
-	left int
+	took int           // tokens taken
+	wait time.Duration // time until there can be the least tokens asked for; 0 if some were taken
+	left int           // tokens left in the bucket
 }
 
-// ask runs the script. An error is ErrSilent, or limiter.ErrClosed.
+// ask runs the script. It asks for least to most tokens, and gives back tokens back to the
+// bucket. The error is ErrSilent or limiter.ErrClosed.
 func (s *Store) ask(h *Handle, least, most, back int) (a answer, err error) {
 	if s.isClosed() {
 		return a, limiter.ErrClosed
@@ -192,8 +192,8 @@ func (s *Store) heard() {
 	}
 }
 
-// failed notes a question without a decision. A server that refuses one key may
-// well answer for others, so that only silence keeps from asking.
+// failed notes a question without a decision. Only silence stops questions: a server that
+// refuses one key may answer for others.
 func (s *Store) failed(err error) error {
 	if refused(err) {
 		s.heard()
@@ -221,7 +221,7 @@ func (s *Store) unheard() error {
 	return ErrSilent
 }
 
-// gaveUp is the error of a wait that its context has ended.
+// gaveUp returns the error of a wait whose context has ended.
 func (s *Store) gaveUp(ctx context.Context) error {
 	if s.silent.Load() {
 		return fmt.Errorf("%w: %w", s.unheard(), ctx.Err())
@@ -229,7 +229,7 @@ func (s *Store) gaveUp(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// rest is how long nothing is asked from now on, 0 if something may be.
+// rest returns how long from now nothing is asked; 0 if a question may be asked now.
 func (s *Store) rest() time.Duration {
 	if !s.silent.Load() {
 		return 0
@@ -237,7 +237,7 @@ func (s *Store) rest() time.Duration {
 	return max(0, time.Duration(s.quiet.Load())-time.Since(s.start))
 }
 
-// jittered is d and up to as much again, 100 ms at the most, by chance.
+// jittered returns d plus a random time of up to d, at most 100 ms.
 func jittered(d time.Duration) time.Duration {
 	d = max(d, time.Millisecond)
 	return d + rand.N(min(d, pause))

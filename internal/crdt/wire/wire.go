@@ -1,10 +1,10 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package wire takes messages apart that come from elsewhere: what crdt, its gossip
-// and the sections that travel by it have in common. A message is fields one after
-// another, without names or types: unsigned varints, integers of fixed size in
-// little-endian order, bytes, and texts with their length before them.
+// Package wire parses messages from other processes. Package crdt, its gossip and the
+// sections in it share this code. A message is a sequence of fields without names or types:
+// unsigned varints, integers of fixed size in little-endian order, bytes, and texts with
+// their length in front.
 package wire
 
 import (
@@ -12,29 +12,30 @@ import (
 	"fmt"
 )
 
-// AppendText appends what [Reader.Text] reads.
+// AppendText appends a text for [Reader.Text].
 func AppendText[T ~string](b []byte, s T) []byte {
 	return append(binary.AppendUvarint(b, uint64(len(s))), s...)
 }
 
-// A Reader reads a message from its beginning. After the first fault it reads
-// nothing but zeros and nothing is left, so that it is enough to look for faults
-// where a value is used, and a loop over what is left ends.
+// A Reader reads a message from its beginning. After the first fault it returns only zeros,
+// and no bytes are left. So a caller need only check for faults before it uses a value, and a
+// loop over the rest of the message ends.
 //
-// It allocates nothing while there is no fault, and nothing by a length that the
-// message claims. The zero value reads an empty message. A copy reads on by itself:
-// that is how to look ahead. It is not safe for concurrent use.
+// It allocates nothing while there is no fault, except the copies that Text returns. It never
+// allocates by a length in the message that has no bytes behind it. The zero value reads an
+// empty message. A copy reads independently: use one to look ahead. It is not safe for
+// concurrent use.
 type Reader struct {
 	b     []byte
 	size  int
 	fault *FieldError
 }
 
-// A FieldError is what is wrong with a message.
+// A FieldError is a fault of a message.
 type FieldError struct {
-	Field  string // what was being read
-	Value  any    // what was there
-	Want   string // what is allowed there
+	Field  string // the field that was read
+	Value  any    // the value found
+	Want   string // the allowed values
 	Offset int    // bytes before the field
 }
 
@@ -42,22 +43,22 @@ func (e *FieldError) Error() string {
 	return fmt.Sprintf("%s at byte %d is %v, want %s", e.Field, e.Offset, e.Value, e.Want)
 }
 
-// Read begins to read b, which must not change while it is read.
+// Read returns a Reader of b, which must not change while it is read.
 func Read(b []byte) Reader { return Reader{b: b, size: len(b)} }
 
-// Len is how many bytes are left.
+// Len returns how many bytes are left.
 func (r *Reader) Len() int { return len(r.b) }
 
-// Offset is how many bytes were read; after a fault it is the length of the message.
+// Offset returns how many bytes were read; after a fault it is the length of the message.
 func (r *Reader) Offset() int { return r.size - len(r.b) }
 
-// Rest is what is left, a part of the message.
+// Rest returns the bytes that are left. They stay part of the message.
 func (r *Reader) Rest() []byte { return r.b }
 
-// Fault is the first one, or nil.
+// Fault returns the first fault, or nil.
 func (r *Reader) Fault() *FieldError { return r.fault }
 
-// Fail says that a field is not what the format allows. Only the first fault counts.
+// Fail notes that the format does not allow a field's value. Only the first fault counts.
 func (r *Reader) Fail(field string, value any, want string) {
 	r.FailAt(r.Offset(), field, value, want)
 }
@@ -70,15 +71,15 @@ func (r *Reader) FailAt(offset int, field string, value any, want string) {
 	r.b = nil
 }
 
-// End says that nothing may follow.
+// End notes a fault if bytes are left.
 func (r *Reader) End() {
 	if len(r.b) > 0 {
 		r.Fail("end", fmt.Sprintf("%d bytes", len(r.b)), "nothing")
 	}
 }
 
-// Uint reads a varint from low to high, in its shortest form: there is one way to
-// write a number.
+// Uint reads a varint from low to high. Only its shortest form is allowed, so that a number
+// has a single encoding.
 func (r *Reader) Uint(field string, low, high uint64) uint64 {
 	if len(r.b) > 0 && r.b[0] < 0x80 {
 		if v := uint64(r.b[0]); v >= low && v <= high {
@@ -107,8 +108,7 @@ func (r *Reader) Uint(field string, low, high uint64) uint64 {
 	return 0
 }
 
-// Bytes reads n bytes, which stay part of the message; nil if they are not all
-// there.
+// Bytes reads n bytes, which stay part of the message; nil if there are fewer.
 func (r *Reader) Bytes(field string, n int) []byte {
 	if n < 0 || n > len(r.b) {
 		r.Fail(field, fmt.Sprintf("%d bytes", len(r.b)), fmt.Sprintf("%d bytes", n))
@@ -119,7 +119,7 @@ func (r *Reader) Bytes(field string, n int) []byte {
 	return v
 }
 
-// Text reads a length from low to high, and as many bytes, of which it makes a copy.
+// Text reads a length from low to high, and returns a copy of that many bytes.
 func (r *Reader) Text(field string, low, high int) string {
 	return string(r.Bytes(field, int(r.Uint(field, uint64(low), uint64(high)))))
 }
