@@ -17,32 +17,32 @@ import (
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
-// errAlone means that there is no fleet: the process has no roster.
+// errAlone means that the process has no roster, so there is no fleet.
 var errAlone = errors.New("fleet: alone")
 
 const (
 	askEvery  = 5 * time.Millisecond
-	leaveFor  = 10 * time.Second // of Leave, if its context has no deadline
-	settleFor = 2 * time.Second  // how long a request that was given up waits for its outcome
+	leaveFor  = 10 * time.Second // limit of Leave if its context has no deadline
+	settleFor = 2 * time.Second  // how long a cancelled request waits for its outcome
 )
 
-// asked is an operator's request, for the journal.
+// asked is an operator's request that is to be written to the journal once it is made.
 type asked struct {
 	ticket uint64
 	entry  fleetstate.Entry
 }
 
-// A Change is what an operator wants changed. What is unset stays as it is.
+// A Change has an operator's changes. Unset fields change nothing.
 type Change struct {
-	// Number is that of the configuration to change; 0 is the newest that the process knows.
+	// Number is the configuration to change; 0 is the newest that the process knows.
 	Number uint64 `json:"number,omitempty"`
-	// Limit is that of each key that has no limit of its own.
+	// Limit is the new limit of each key that has no limit of its own.
 	Limit *limiter.Limit `json:"limit,omitempty"`
-	// Limits are those of single keys; nil takes one away, so that Limit holds.
+	// Limits are new limits of single keys. nil removes a key's own limit, so that Limit counts.
 	Limits map[string]*limiter.Limit `json:"limits,omitempty"`
-	// Weights are those of members; 0 makes one that only borrows.
+	// Weights are new weights of members. A member with weight 0 only borrows.
 	Weights map[string]int `json:"weights,omitempty"`
-	// Reset fills all buckets up, once: up to Burst more is admitted.
+	// Reset fills all buckets once. The fleet may then admit up to Burst more.
 	Reset bool `json:"reset,omitempty"`
 }
 
@@ -59,25 +59,26 @@ func (c Change) change() fleetstate.Change {
 
 // Errors of changes.
 var (
-	// ErrConflict means that the configuration moved on: the number that was to be
-	// changed is not the newest. Nothing was changed. The text tells the newest.
+	// ErrConflict means that the configuration to change is no longer the newest. Nothing was
+	// changed. The text has the newest number.
 	ErrConflict = fleetstate.ErrConflict
 
-	// ErrUnknown means that nobody can say any more whether a request was made.
+	// ErrUnknown means that the outcome of a request can no longer be known.
 	ErrUnknown = fleetstate.ErrUnknown
 )
 
-// Set changes limits, weights or fill of the configuration of a number, and returns the number
-// of the one that it made. It is made upon that one, or never. Set returns when that is
-// written; Status says who has not applied it. The errors are [ErrConfig] and
-// [ErrConflict], and of a name that is no member, or of too much under way: too many requests
-// of this process, or configurations that some member has not applied. Then nothing was asked
-// for.
+// Set changes limits or weights, or fills the buckets. It returns the number of the new
+// configuration once that is written; Status lists the members that have not applied it.
 //
-// When ctx or this process ends before, the change is not made any more: the error is ctx's,
-// or [ErrClosed]. If a write is under way then, Set waits up to 2 s more for
-// its outcome, and returns [ErrUnknown] if it cannot learn that; this process
-// still sees to it that the write does not happen later.
+// The change is made to the configuration with the number change.Number, or never. If that is no
+// longer the newest, the error is [ErrConflict]. Other errors are [ErrConfig], a name that is no
+// member, and too much under way: too many requests of this process, or too many configurations
+// that a member has not applied. After any of these errors nothing was changed.
+//
+// If ctx or this process ends first, the change is not made: the error is that of ctx, or
+// [ErrClosed]. If a write is under way when ctx ends, Set waits up to 2 s for its outcome. If Set
+// does not learn the outcome, it returns [ErrUnknown] as well. As long as this process runs, it sees
+// to it that the write does not happen later.
 func (p *Process) Set(ctx context.Context, change Change) (uint64, error) {
 	if p.config == nil {
 		return 0, errAlone
@@ -93,10 +94,11 @@ func (p *Process) Set(ctx context.Context, change Change) (uint64, error) {
 	})
 }
 
-// Evict frees the share of a member that is gone for good, upon the configuration of a
-// number, 0 for the newest; see Set. It is the operator's word that the process does not
-// mint: one that runs behind a cut adds what its share mints until it hears of the
-// eviction. Then it asks for its share again.
+// Evict frees the share of a member that is gone for good. number is the configuration to change, 0
+// for the newest. Errors and waiting are those of [Process.Set].
+//
+// The operator vouches that the process does not mint. A process that still runs, but is cut off,
+// adds its share to the limit until it hears of the eviction. Then it asks for its share again.
 func (p *Process) Evict(ctx context.Context, number uint64, name string) (uint64, error) {
 	if p.config == nil {
 		return 0, errAlone
@@ -107,7 +109,7 @@ func (p *Process) Evict(ctx context.Context, number uint64, name string) (uint64
 	})
 }
 
-// asker is who asks, for the log of the configuration.
+// asker names the operator or program that asks, for the configuration's log.
 func (p *Process) asker(ctx context.Context) string {
 	if who, ok := operator.From(ctx); ok {
 		return who.String() + " at " + p.self.Name
@@ -115,7 +117,7 @@ func (p *Process) asker(ctx context.Context) string {
 	return p.self.Name
 }
 
-// ask has a request made, and waits for its outcome.
+// ask makes a request and waits for its outcome.
 func (p *Process) ask(ctx context.Context, number uint64, e fleetstate.Entry, wish func(number uint64) (uint64, error)) (uint64, error) {
 	select {
 	case <-p.node.Done():
@@ -166,7 +168,7 @@ func (p *Process) ask(ctx context.Context, number uint64, e fleetstate.Entry, wi
 	return 0, errors.Join(why, err)
 }
 
-// writeDown has the journal tell of requests that were made.
+// writeDown writes the requests that were made to the journal.
 func (p *Process) writeDown() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -180,12 +182,14 @@ func (p *Process) writeDown() {
 	})
 }
 
-// Load takes in the operator's limits and roster of a number, in a static configuration,
-// while the process runs: Limit, Limits and Roster count, the rest stays. Raise the number
-// by one with each change: of a number that leaves others out a process uses nothing until
-// it is complete. The same again changes nothing. The errors are [ErrConfig], also for limits
-// and a roster of more than 65,536 bytes, and of another configuration that is known by that
-// number; then nothing was taken in.
+// Load takes new limits and a new roster, in a static configuration, while the process runs. Of
+// limits only Limit, Limits and Roster count.
+//
+// Raise number by one with each change. If a number was skipped, a process uses nothing until the
+// configuration is complete. Loading the same again changes nothing.
+//
+// The error is [ErrConfig] also if limits and roster take more than 65,536 bytes. Another error
+// says that a different configuration has this number. After an error nothing has changed.
 func (p *Process) Load(number uint64, limits Limits) error {
 	if p.config == nil {
 		return errAlone
@@ -194,10 +198,10 @@ func (p *Process) Load(number uint64, limits Limits) error {
 	return p.config.Load(p.clock(), number, limits.config().Configuration())
 }
 
-// maxText is what the journal keeps of a text, in bytes.
+// maxText is how many bytes of a text the journal keeps.
 const maxText = 128
 
-// signed ends a text of the journal with the operator who asked, if one did.
+// signed appends the operator who asked, if any, to a text of the journal.
 func signed(ctx context.Context, text string) string {
 	who, ok := operator.From(ctx)
 	if !ok {
@@ -211,7 +215,7 @@ func signed(ctx context.Context, text string) string {
 	return text[:min(len(text), max(maxText-len(by), 0))] + by
 }
 
-// until asks, again and again, whether the configuration has come to something.
+// until polls ask until it is done, or until ctx, the node or the process ends.
 func (p *Process) until(ctx context.Context, ask func() (done bool, err error)) error {
 	p.poke()
 	tick := time.NewTicker(askEvery)
@@ -232,10 +236,10 @@ func (p *Process) until(ctx context.Context, ask func() (done bool, err error)) 
 	}
 }
 
-// Join asks for a share of the given weight, and waits until this process has one:
-// at once if it is a member already. Until then it borrows, as a learner, what others
-// can spare. While the register is away it waits until ctx ends. A process that
-// Config.Limits names need not call it.
+// Join asks for a share of the given weight, and waits until this process has it. If it is a member
+// already, Join returns at once. Until then the process is a learner: it borrows the tokens that
+// others can spare. While the register is away, Join waits until ctx ends. A process that
+// Config.Limits names need not call Join.
 func (p *Process) Join(ctx context.Context, weight int) error {
 	if p.config == nil {
 		return errAlone
@@ -250,12 +254,13 @@ func (p *Process) Join(ctx context.Context, weight int) error {
 	return p.until(ctx, func() (bool, error) { return member(), nil })
 }
 
-// Leave gives the share to the others, tells everybody that this incarnation is over, and
-// closes the process. It takes until ctx ends at most, 10 s if ctx has no deadline;
-// a share that is not handed over by then is stranded until the name is back or is
-// evicted, and the error says so. A member that is to come back under its name, as in
-// a restart, is closed without Leave: that keeps its share for it. Close the guards
-// that use its limits first: after Leave these deny everything.
+// Leave gives the share to the others, tells them that this incarnation is over, and closes the
+// process. It takes until ctx ends at most, or 10 s if ctx has no deadline. If the share was not
+// handed over by then, the error says so. The share is then stranded until the name is back or
+// evicted.
+//
+// Close the guards that use its limits first: after Leave these limits deny everything. Before a
+// restart under the same name call Close, not Leave: that keeps the share.
 func (p *Process) Leave(ctx context.Context) error {
 	defer p.Close()
 	if p.node == nil {
@@ -277,7 +282,7 @@ func (p *Process) giveUp(ctx context.Context, within time.Duration) error {
 	now := p.clock()
 	switch err := p.config.Leave(now, now+within); {
 	case errors.Is(err, fleetstate.ErrMember):
-		return nil // no member, or the last: nobody waits for its share
+		return nil // it is no member, or the last one: no process waits for its share
 	case err != nil:
 		return err
 	}

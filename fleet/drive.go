@@ -17,31 +17,31 @@ import (
 )
 
 const (
-	sayEvery = time.Second           // how this process stands, at most
-	sayApart = 25 * time.Millisecond // and this for each other process, since all are told
-	sayAgain = 4 * time.Minute       // what has not changed: fleetstate.MemberStatuses forgets after ten
+	sayEvery = time.Second           // how often this process tells its status, at most
+	sayApart = 25 * time.Millisecond // the least pause between two, for each other process, since each is told
+	sayAgain = 4 * time.Minute       // after this an unchanged status is told again: fleetstate.MemberStatuses forgets after 10 min
 )
 
-// A driver is what the process's goroutine remembers.
+// A driver is the state of the process's goroutine, run.
 type driver struct {
-	roster fleetstate.Roster // by which breakers are voted on
+	roster fleetstate.Roster // the roster that votes on breakers
 	scopes map[string]breaker.State
 	sayAt  time.Duration
-	told   fleetstate.MemberStatus // what was last said
+	told   fleetstate.MemberStatus // the status that was last told
 	toldAt time.Duration
 	said   string // the problem that was last logged
 	broke  map[string]brokeSaid
 
 	evicted uint64      // the eviction that was last logged
-	writing atomic.Bool // a write is under way
-	counted uint64      // changes of the configuration's section
+	writing atomic.Bool // a write is in flight
+	counted uint64      // changes of the configuration's section at the latest step
 }
 
 func (d *driver) init(r fleetstate.Roster) {
 	d.roster, d.scopes, d.broke = r, map[string]breaker.State{}, map[string]brokeSaid{}
 }
 
-// run is the goroutine that makes time pass for what has no clock of its own.
+// run is the goroutine that makes time pass for the parts without a clock of their own.
 func (p *Process) run() {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
@@ -50,7 +50,8 @@ func (p *Process) run() {
 		case <-timer.C:
 		case <-p.poked:
 		case <-p.node.Done():
-			// Displaced, or closed. It hears nothing any more, so it must not mint.
+			// The node was displaced or closed. It hears nothing any more, so the process must not
+			// mint.
 			p.limits.Mint(p.clock())
 			if err := p.node.Err(); !errors.Is(err, gossip.ErrClosed) {
 				p.log.Error("fleet: this process is out of the fleet and mints nothing; start it again", "error", err)
@@ -76,7 +77,7 @@ func (p *Process) run() {
 	}
 }
 
-// follow has the breakers voted on by the newest roster.
+// follow makes the newest roster the one that votes on breakers.
 func (p *Process) follow(now time.Duration) {
 	if number, _ := p.config.Number(); number == p.drive.roster.Number || number == 0 {
 		return
@@ -117,11 +118,12 @@ func (p *Process) follow(now time.Duration) {
 	}
 }
 
-// write adds to the journal. An entry that is lost is counted there.
+// write adds an entry to the journal, which counts lost entries.
 func (p *Process) write(e fleetstate.Entry) { _ = p.journal.Add(e) }
 
-// first says whether this process writes down what all see: of those in the roster
-// that it hears, the first by name. In a split each side has one.
+// first reports whether this process writes the journal entries for facts that all processes see.
+// It does if its name is the first of the roster's names that it hears. In a split each side has
+// one such process.
 func (p *Process) first() bool {
 	heard := map[string]bool{p.self.Name: true}
 	for _, peer := range p.node.Peers() {
@@ -132,8 +134,8 @@ func (p *Process) first() bool {
 	return i >= 0 && names[i] == p.self.Name
 }
 
-// stormChanged writes down a storm of the fleet. Whoever steps the member calls it: a guard's
-// goroutine, or the process's own.
+// stormChanged writes a storm of the fleet to the journal. It runs on the goroutine that steps the
+// member: a guard's or the process's own.
 func (p *Process) stormChanged(c fleetstate.StormChange) {
 	kind := fleetstate.EntryStormEnded
 	if c.Active {
@@ -142,7 +144,8 @@ func (p *Process) stormChanged(c fleetstate.StormChange) {
 	p.write(fleetstate.Entry{Kind: kind, Subject: c.Key, Text: c.Reason})
 }
 
-// lookAround says how this process stands, and writes down what became of scopes.
+// lookAround tells this process's status, logs problems, and writes scopes that opened or closed to
+// the journal.
 func (p *Process) lookAround(now time.Duration) {
 	peers := p.node.Peers()
 	sampleClocks(p.journal, peers)
@@ -177,9 +180,10 @@ func (p *Process) lookAround(now time.Duration) {
 	}
 }
 
-// sampleClocks tells the journal how far the peers' clocks are off. The journal might follow stamps
-// that are as far ahead as the clock of a peer that has gone, so that does not count. It is not
-// forgotten: the first packet of one that is back would break the 50 ms rule.
+// sampleClocks tells the journal the offsets of the peers' clocks. The clock of a peer that has
+// gone does not count: else the journal could follow stamps that are as far ahead as that clock.
+// The clock is not forgotten either: the first packet of a peer that is back would break the 50 ms
+// rule.
 func sampleClocks(j *fleetstate.Journal, peers []gossip.Peer) {
 	for _, peer := range peers {
 		switch {
@@ -191,9 +195,9 @@ func sampleClocks(j *fleetstate.Journal, peers []gossip.Peer) {
 	}
 }
 
-// says tells whether the others are to be told how this process stands: when that has
-// changed, as often as so many of them bear, and often enough not to be forgotten. What
-// they have not acknowledged, and how long that takes, is never the same, and no news.
+// says reports whether to tell this process's status now. It does so when the status has changed,
+// but not too often for the number of others, and often enough not to be forgotten. Unacked and
+// SyncDelay always differ, so they do not count as a change.
 func (d *driver) says(now time.Duration, s *fleetstate.MemberStatus, others int) bool {
 	was, is := d.told, *s
 	was.Unacked, was.SyncDelay, is.Unacked, is.SyncDelay = 0, 0, 0, 0
@@ -205,7 +209,7 @@ func (d *driver) says(now time.Duration, s *fleetstate.MemberStatus, others int)
 	return true
 }
 
-// watchBooks names members that lend what they cannot have: at once, and once a minute
+// watchBooks logs members that lend more tokens than they can have: at once, and then once a minute
 // while it goes on.
 func (p *Process) watchBooks(now time.Duration) {
 	for name, n := range p.limits.Stats().Broke {
@@ -224,6 +228,6 @@ type brokeSaid struct {
 	at    time.Duration
 }
 
-// shared tells whether several processes may have the scope: group/topic, where
-// group/topic/partition is of one.
+// shared reports whether several processes may have the scope. group/topic is shared;
+// group/topic/partition belongs to one process.
 func shared(scope string) bool { return strings.Count(scope, "/") < 2 }

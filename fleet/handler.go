@@ -21,15 +21,15 @@ import (
 // A Token admits an operator to [Process.Handler]: the request carries
 // "Authorization: Bearer SECRET".
 type Token struct {
-	// Name says whose token it is, in logs and in the journal. Up to 32 bytes count.
+	// Name identifies the token in logs and in the journal. Only the first 32 bytes are used.
 	Name string
 
-	// Secret has at least 16 bytes. A shorter one admits nobody, and is logged.
+	// Secret must have at least 16 bytes. A shorter one admits nobody, and an error is logged.
 	Secret string
 }
 
-// Handler serves what an operator asks of a fleet, by any one of its processes; the
-// fleet command speaks to it. Whoever may call it can change limits and evict members.
+// Handler serves the requests of operators about the whole fleet; the fleet command is its client.
+// Any one process can answer. A client that may call it can change limits and evict members.
 //
 //	GET  fleet/status                  [Status] as JSON
 //	GET  fleet/journal                 [Process.Journal] as JSON, oldest first
@@ -38,25 +38,27 @@ type Token struct {
 //	GET  fleet/quarantine              the rules in force: [Quarantined] as JSON
 //	POST fleet/quarantine              [QuarantineRequest] as JSON: [Process.Quarantine]; answered as GET
 //
-// A request that came to a loopback address or a Unix socket needs no token, unless
-// there are some; without one its Host must be a loopback address or localhost. A
-// request that came to any other address needs TLS and one of the tokens: the handler
-// looks at the listener's address of each request ([http.LocalAddrContextKey]), so a
-// server that listens on all addresses by mistake serves nobody but this host. Every
-// POST must be application/json, and none may come from a page of another origin. A
-// proxy on this host reaches the handler over loopback: pass a Token then.
+// A request to a loopback address or a Unix socket needs a token only if tokens are given. Without
+// tokens its Host must be a loopback address or localhost. A request to any other address needs TLS
+// and one of the tokens. The handler looks at the listener's address of each request
+// ([http.LocalAddrContextKey]), so a server that listens on all addresses by mistake serves this
+// host only. Every POST must be application/json, and must not come from a page of another origin.
+// A proxy on this host reaches the handler over loopback: pass a Token then.
 //
-// Writes are logged, done or not, with who, what, before and after; the journal has
-// who as well. Requests that were refused are logged once a second.
+// Each change is logged, made or not, with who, what, before and after. The journal has who as
+// well. Refused requests are logged at most once a second.
 //
-// What was made is answered with {"number": number}. A request that is wrong is 400, 401,
-// 403 or 415, and one that cannot be met 409, with "newest" beside the error if another
-// change was faster. One that was not made in time is 504: it will not be made, unless the
-// error says that its outcome is unknown. Any that asks a process which is out of its
-// fleet is 503. These have {"error": text}. Paths are relative to where it is mounted: use
-// http.StripPrefix.
+// A change of the configuration is answered with {"number": number}, and an error with
+// {"error": text}:
 //
-// A program that has a console need not serve it: the console answers all this.
+//   - 400, 401, 403 or 415: the request is wrong.
+//   - 409: it cannot be met. If another change was faster, "newest" has the newest number.
+//   - 503: this process is out of its fleet.
+//   - 504: it was not made in time. It will not be made, unless the error says that its outcome is
+//     unknown.
+//
+// Paths are relative to where the handler is mounted: use http.StripPrefix. A program with a
+// console need not serve it: the console answers the same requests.
 func (p *Process) Handler(tokens ...Token) http.Handler {
 	held := make([]operator.Token, len(tokens))
 	for i, t := range tokens {
@@ -65,7 +67,7 @@ func (p *Process) Handler(tokens ...Token) http.Handler {
 	return operator.New("fleet", p.log, held).Guard(p.routes())
 }
 
-// routes answer whoever asks: who may is decided before.
+// routes answers all requests: the caller has checked who asks.
 func (p *Process) routes() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /fleet/status", func(w http.ResponseWriter, _ *http.Request) { operator.Answer(w, http.StatusOK, p.Status()) })
@@ -110,7 +112,7 @@ const (
 	chooseFor = 10 * time.Second
 )
 
-// choose waits until what is asked for is made, and logs what became of it.
+// choose makes a request, waits until it is made, and logs the outcome.
 func (p *Process) choose(w http.ResponseWriter, r *http.Request, what, before string, ask func(context.Context) (uint64, error), more ...any) {
 	ctx, cancel := context.WithTimeout(r.Context(), chooseFor)
 	defer cancel()
@@ -126,7 +128,7 @@ func (p *Process) choose(w http.ResponseWriter, r *http.Request, what, before st
 	operator.Answer(w, http.StatusOK, map[string]uint64{"number": number})
 }
 
-// maxAudited bounds a text in the log, in bytes: a change may name thousands of keys.
+// maxAudited is how many bytes of a text are logged: a change may name thousands of keys.
 const maxAudited = 1024
 
 func audited(s string) string {
@@ -136,7 +138,7 @@ func audited(s string) string {
 	return s[:maxAudited] + "…"
 }
 
-// before is what a change replaces, in the words of [fleetstate.Change.String].
+// before describes the values that a change replaces, in the format of [fleetstate.Change.String].
 func (p *Process) before(change fleetstate.Change) string {
 	c := p.limits.Configuration()
 	was := fleetstate.Change{Limits: map[string]*escrow.Limit{}, Weights: map[string]int{}}
@@ -157,7 +159,7 @@ func (p *Process) before(change fleetstate.Change) string {
 	return audited(was.String())
 }
 
-// standsOf is how a member stands in the configuration.
+// standsOf describes a member's weight in the configuration.
 func (p *Process) standsOf(name string) string {
 	for _, m := range p.limits.Configuration().Roster.Members {
 		if m.Name == name {

@@ -13,7 +13,7 @@ const (
 	sayKeys = 32
 )
 
-// memberStatus is what there is to say of this process.
+// memberStatus returns this process's status, as the others are told.
 func (p *Process) memberStatus() fleetstate.MemberStatus {
 	l := p.limits.Stats()
 	s := fleetstate.MemberStatus{
@@ -31,7 +31,7 @@ func (p *Process) memberStatus() fleetstate.MemberStatus {
 	return s
 }
 
-// keys are the busiest here.
+// keys returns this process's busiest keys.
 func (p *Process) keys() (keys []fleetstate.KeyStatus) {
 	for _, v := range p.limits.Busiest(sayKeys) {
 		keys = append(keys, fleetstate.KeyStatus{

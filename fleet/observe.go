@@ -45,13 +45,13 @@ const (
 	metricDenied        = "stormguard.limiter.denied"
 )
 
-// seen is what of the process is seen from outside.
+// seen has the state of metrics and spans.
 type seen struct {
-	tracer   trace.Tracer // nil without one
+	tracer   trace.Tracer // nil if there is no TracerProvider
 	observer metric.Registration
 
 	mu       sync.Mutex
-	decision trace.SpanContext // the latest Wait that had to wait
+	decision trace.SpanContext // span of the latest Wait that had to wait
 	lagging  bool
 }
 
@@ -61,8 +61,8 @@ func (s *seen) close() {
 	}
 }
 
-// look registers the instruments. They are read when somebody looks, and cost
-// nothing otherwise.
+// look registers the instruments. They are read when metrics are collected, and cost nothing
+// otherwise.
 func (p *Process) look(o options) (*seen, error) {
 	provider := o.meters
 	if provider == nil {
@@ -158,7 +158,7 @@ func (p *Process) look(o options) (*seen, error) {
 		}
 		status := p.Status()
 		o.ObserveFloat64(lacking, float64(len(status.Configuration.Lacking)))
-		o.ObserveFloat64(away, float64(min(1, len(status.Configuration.Away)))) // why, or nothing
+		o.ObserveFloat64(away, float64(min(1, len(status.Configuration.Away)))) // Away is empty while the register can be reached
 		o.ObserveFloat64(delay, status.SyncDelay.Seconds())
 		o.ObserveFloat64(unacked, float64(st.Session.Unacked))
 		o.ObserveFloat64(backlog, float64(status.Backlog))
@@ -176,9 +176,9 @@ func (p *Process) look(o options) (*seen, error) {
 	return s, err
 }
 
-// Wait waits until n tokens of a key are admitted, as WaitN of a [limiter.Limiter] does,
-// within a span if there is a tracer. When the fleet lags, the span that tells of
-// it is linked to the latest of these that had to wait.
+// Wait waits until n tokens of a key are admitted, as [limiter.Limiter.WaitN] does. With a tracer
+// it does so within a span. When the fleet begins to lag, the span of the lag is linked to the
+// latest of these spans that had to wait.
 func (p *Process) Wait(ctx context.Context, key string, n int) error {
 	l := p.limits.Key(key)
 	if p.seen.tracer == nil {
@@ -199,7 +199,7 @@ func (p *Process) Wait(ctx context.Context, key string, n int) error {
 	return err
 }
 
-// watchLag tells when the fleet begins to lag, and when it no longer does.
+// watchLag logs when the fleet begins to lag and when that ends.
 func (p *Process) watchLag(now time.Duration) {
 	j := p.journal.Stats(now)
 	var delay time.Duration
@@ -235,9 +235,9 @@ func (p *Process) watchLag(now time.Duration) {
 	span.End()
 }
 
-// Entry is one of the fleet's journal. Number, Subject and Text are of its kind: the
-// configuration that was made, the member, scope, key or rule that it is about, and who
-// asked.
+// Entry is one entry of the fleet's journal. Number, Subject and Text depend on Kind: Number is the
+// configuration that was made; Subject is the member, scope, key or rule; Text has the details and
+// who asked.
 type Entry struct {
 	At      time.Time `json:"at"`
 	By      string    `json:"by"` // the process that wrote it
@@ -247,7 +247,7 @@ type Entry struct {
 	Text    string    `json:"text,omitempty"`
 }
 
-// Journal is what the fleet's journal remembers, oldest first.
+// Journal returns the journal's entries, oldest first. Without a roster it is empty.
 func (p *Process) Journal() []Entry {
 	if p.journal == nil {
 		return []Entry{}

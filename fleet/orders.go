@@ -11,11 +11,11 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/operator"
 )
 
-// Orders carries an operator's orders to the consoles of all processes, and their answers
-// back: for console.Config.Fleet. That of a process that is alone reaches itself only.
+// Orders carries an operator's orders to the consoles of all processes, and brings their answers
+// back. It is for console.Config.Fleet. Without a roster it reaches this process only.
 func (p *Process) Orders() operator.Carrier { return carrier{p} }
 
-// carrier is the process as a console sees it.
+// carrier is a Process as a console sees it.
 type carrier struct{ p *Process }
 
 func (c carrier) Place() (name, zone string) { return c.p.self.Name, c.p.cfg.Gossip.Zone }
@@ -24,8 +24,8 @@ func (c carrier) Routes() http.Handler { return c.p.routes() }
 
 func (c carrier) Members() []operator.Member { return addressees(c.p.Status().Members) }
 
-// addressees are the processes that orders are for. One in the roster is, until it leaves or is
-// evicted; one outside that was not heard for long has gone.
+// addressees returns the processes that orders are for. A process in the roster counts until it
+// leaves or is evicted. A process outside the roster counts until it was silent for 10 min.
 func addressees(members []Member) (all []operator.Member) {
 	const gone = 10 * time.Minute
 	for _, m := range members {

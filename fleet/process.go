@@ -25,7 +25,7 @@ import (
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
-// A Process is one process's part in a fleet. It is safe for concurrent use.
+// A Process is this process's part in a fleet. It is safe for concurrent use.
 type Process struct {
 	cfg    settings
 	self   crdt.Replica
@@ -34,9 +34,10 @@ type Process struct {
 	limits *escrow.Set
 	seen   *seen
 
-	member *fleetstate.Member // decides nothing if alone
+	member *fleetstate.Member // without a roster it decides nothing
 
-	node     *gossip.Node // nil if alone, as what follows
+	// Without a roster node to statuses are nil.
+	node     *gossip.Node
 	config   *fleetstate.Configurator
 	register register.Register // nil if the configuration is static
 	verdicts *fleetstate.Verdicts
@@ -45,7 +46,7 @@ type Process struct {
 	journal  *fleetstate.Journal
 	statuses *fleetstate.MemberStatuses
 
-	rules      dlq.Quarantine // for the guard
+	rules      dlq.Quarantine // the list that the guard uses
 	quarantine *fleetstate.Quarantine
 	orders     *fleetstate.Orders
 
@@ -53,10 +54,10 @@ type Process struct {
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
 	drive  driver
-	poked  chan struct{} // the driver is to look at once
+	poked  chan struct{} // wakes the driver
 
 	mu        sync.Mutex
-	asked     []asked // by operators, not yet written down
+	asked     []asked // requests of operators that are not in the journal yet
 	unwritten unwritten
 }
 
@@ -74,9 +75,9 @@ const (
 	sectionOrders     = "orders"
 )
 
-// Start begins an incarnation of a process. It waits for nobody: until the process has read the
-// register, limits are denied or not by Limits.UntilJoined, and breakers go by
-// themselves. The error is all that Validate finds, or that of listening.
+// Start begins an incarnation of a process. It does not wait for other processes. Until the process
+// has read the register, Limits.UntilJoined says whether calls are denied, and breakers decide by
+// themselves. The error has all that Validate finds, or is the error of listening.
 func Start(cfg Config, opts ...Option) (*Process, error) {
 	return cfg.settings().start(opts...)
 }
@@ -130,7 +131,7 @@ func (p *Process) start(o options) (err error) {
 	return nil
 }
 
-// join makes the parts of a fleet, and the node that carries them.
+// join makes the parts that only a fleet has, and the node that carries them.
 func (p *Process) join(o options) (err error) {
 	for _, w := range p.cfg.limits.Warnings() {
 		p.log.Warn("fleet: a limit is allowed and will not work well", "why", w)
@@ -177,13 +178,13 @@ func (p *Process) join(o options) (err error) {
 		gossip.WithSection(sectionStatuses, p.statuses),
 		gossip.WithSection(sectionQuarantine, quarantine),
 		gossip.WithSection(sectionOrders, p.orders))...)
-	if errors.Is(err, gossip.ErrConfig) { // what only the options show, such as a missing key
+	if errors.Is(err, gossip.ErrConfig) { // a fault that only the options show, such as a missing key
 		return fmt.Errorf("%w: Gossip: %w", ErrConfig, err)
 	}
 	return err
 }
 
-// configure makes the part that has the fleet's configuration.
+// configure makes the part that keeps the fleet's configuration.
 func (p *Process) configure(o options, now time.Duration) (err error) {
 	p.register = o.register
 	if p.register != nil && p.cfg.Number != 0 {
@@ -198,7 +199,7 @@ func (p *Process) configure(o options, now time.Duration) (err error) {
 	return p.config.Load(now, max(1, p.cfg.Number), p.cfg.limits.Configuration())
 }
 
-// rosterOf is who votes on breakers under a configuration.
+// rosterOf returns the names that vote on breakers under a configuration.
 func rosterOf(c escrow.Configuration) fleetstate.Roster {
 	r := fleetstate.Roster{Number: c.Number}
 	for _, m := range c.Roster.Members {
@@ -208,8 +209,8 @@ func rosterOf(c escrow.Configuration) fleetstate.Roster {
 	return r
 }
 
-// Addr is where other processes reach this one, for their Gossip's Seeds. It is the zero
-// AddrPort if the process is alone.
+// Addr is the address at which other processes reach this one, for the Seeds of their Gossip.
+// Without a roster it is the zero AddrPort.
 func (p *Process) Addr() netip.AddrPort {
 	if p.node == nil {
 		return netip.AddrPort{}
@@ -217,12 +218,12 @@ func (p *Process) Addr() netip.AddrPort {
 	return p.node.Addr()
 }
 
-// Key is the limit of a key; the same one as long as the key is in use. It does not fail:
-// a key that is too long, or one too many, is denied everything.
+// Key returns the limit of a key. It returns the same Limiter as long as the key is in use. It does
+// not fail: a key that is too long, or above MaxKeys, is denied everything.
 func (p *Process) Key(key string) *limiter.Limiter { return (*limiter.Limiter)(p.limits.Key(key)) }
 
-// A Part is what one guard takes, by guard.WithFleet: its part in the fleet's breakers,
-// storms and totals. A program only hands it on.
+// A Part connects one guard to the fleet's breakers, storms and totals. A program gets it from
+// [Process.Member] and passes it to guard.WithFleet, nothing else.
 type Part interface {
 	circuit.Fleet
 	storm.Fleet
@@ -230,14 +231,16 @@ type Part interface {
 	OthersSucceeded(key string) (ago time.Duration, ok bool)
 }
 
-// Member is what a guard takes, by guard.WithFleet. That of a process that is alone
-// leaves the guard to itself.
+// Member returns the Part for guard.WithFleet. Without a roster it leaves all decisions to the
+// guard.
 func (p *Process) Member() Part { return p.member }
 
-// Done is closed when the process is out of its fleet: by Leave or Close, or because
-// a later incarnation of its name is at work; Err says which. Then it mints nothing, and only a
-// new one can join. One that was evicted and runs is not out: it says so at WARN, and
-// asks for its share again. Done is nil if the process is alone.
+// Done is closed when the process is out of its fleet: after Leave or Close, or because a later
+// incarnation has its name; [Process.Err] says why. The process then mints nothing, and only a new
+// Process can join. Done is nil without a roster.
+//
+// A process that was evicted but still runs is not out. It logs this at WARN, and asks for its
+// share again.
 func (p *Process) Done() <-chan struct{} {
 	if p.node == nil {
 		return nil
@@ -245,8 +248,7 @@ func (p *Process) Done() <-chan struct{} {
 	return p.node.Done()
 }
 
-// Err says why Done is closed: [ErrDisplaced] or [ErrClosed]; nil
-// before.
+// Err says why Done is closed: [ErrDisplaced] or [ErrClosed]. Before that it is nil.
 func (p *Process) Err() error {
 	if p.node == nil {
 		return nil
@@ -254,7 +256,8 @@ func (p *Process) Err() error {
 	return p.node.Err()
 }
 
-// inFleet is the error of what is asked of a process that is out of its fleet: nobody would hear it.
+// inFleet returns an error if this process is out of its fleet: no other process would hear a
+// change that it makes.
 func (p *Process) inFleet() error {
 	if err := p.Err(); err != nil {
 		return fmt.Errorf("fleet: process %q is out of its fleet: ask another, or start it again: %w", p.self.Name, err)
@@ -262,8 +265,8 @@ func (p *Process) inFleet() error {
 	return nil
 }
 
-// Close ends the process at once: to the others it falls silent. It returns when
-// all its goroutines have ended, and may be called again.
+// Close ends the process at once. It tells the others nothing: for them it falls silent. Close
+// returns when all goroutines have ended, and may be called again.
 func (p *Process) Close() {
 	p.cancel()
 	p.wg.Wait()

@@ -16,20 +16,20 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/operator"
 )
 
-// Quarantine is the fleet's list of rules about messages that no process is to handle,
-// for guard.WithQuarantine. What is added or removed by it is in the journal, with who
-// and why, and in force everywhere within a second; a process that is cut off has it when
-// it is heard again. That of a process that is alone is its own.
+// Quarantine is the fleet's list of rules, for guard.WithQuarantine: no process handles a message
+// that matches. A change is in force everywhere within a second. A process that is cut off gets it
+// when it is heard again. The journal has each change, who made it and why. Without a roster the
+// list is this process's own.
 func (p *Process) Quarantine() dlq.Quarantine { return p.rules }
 
-// rules is the fleet's list, with what is written down of a change.
+// rules is the fleet's list, and writes its changes to the journal.
 type rules struct {
 	dlq.Quarantine
 
 	p *Process
 }
 
-// Add is that of [dlq.Quarantine].
+// Add implements [dlq.Quarantine].
 func (r rules) Add(e dlq.QuarantineEntry) error {
 	err := r.p.inFleet()
 	if err == nil {
@@ -41,7 +41,7 @@ func (r rules) Add(e dlq.QuarantineEntry) error {
 	return err
 }
 
-// Remove is that of [dlq.Quarantine].
+// Remove implements [dlq.Quarantine].
 func (r rules) Remove(rule dlq.Rule, by string) error {
 	err := r.p.inFleet()
 	if err == nil {
@@ -53,7 +53,7 @@ func (r rules) Remove(rule dlq.Rule, by string) error {
 	return err
 }
 
-// spoken is what the journal says of who and why; it keeps the first 128 bytes.
+// spoken is the journal's text of who and why. The journal keeps the first 128 bytes.
 func spoken(by, why string) string {
 	if by != "" {
 		by = "by " + by
@@ -73,20 +73,20 @@ func (p *Process) joinQuarantine() (*fleetstate.Quarantine, error) {
 	return q, err
 }
 
-// keepFleetTime tells the list and the orders how far our clock is off those of the peers. While
-// there is none, the fleet's time is what it was.
+// keepFleetTime tells the list and the orders the offset of our clock from the peers' clocks.
+// Without any known offset the fleet's time stays as it was.
 func (p *Process) keepFleetTime() {
 	if offsets := offsetsOf(p.node.Peers()); len(offsets) > 0 {
 		p.orders.Offset(p.quarantine.Offset(offsets))
 	}
 }
 
-// backFor is for how long a peer that is not heard may be back: its clock counts meanwhile.
+// backFor is how long a silent peer may still come back. Its clock counts until then.
 const backFor = 10 * time.Minute
 
-// offsetsOf are the offsets by which the fleet's time is told. A peer that has gone keeps its last
-// one, which is wrong once our clock was set. One that is back soon counts meanwhile: without it a
-// wrong clock may be that of half of those who are left.
+// offsetsOf returns the offsets from which the fleet's time is computed. A peer that has gone keeps
+// its last offset, which is wrong once our clock is set. So it does not count. A peer that was
+// heard within backFor counts: without it, half of the remaining clocks may be one wrong clock.
 func offsetsOf(peers []gossip.Peer) (all []time.Duration) {
 	for _, peer := range peers {
 		if peer.HasOffset && peer.Heard < backFor {
@@ -96,16 +96,16 @@ func offsetsOf(peers []gossip.Peer) (all []time.Duration) {
 	return all
 }
 
-// QuarantineRequest is a change of the quarantine as it is sent.
+// QuarantineRequest is a change of the quarantine, as a client sends it.
 type QuarantineRequest struct {
 	Rule   string        `json:"rule"`             // as [dlq.ParseRule] reads it
-	Remove bool          `json:"remove,omitempty"` // take it off; without it, put it on
+	Remove bool          `json:"remove,omitempty"` // remove the rule; false adds it
 	For    time.Duration `json:"for_ns,omitempty"` // 0 means 24 h
-	By     string        `json:"by,omitempty"`     // who; the token's name counts, if there is one
+	By     string        `json:"by,omitempty"`     // who asks; with a token, the token's name counts instead
 	Why    string        `json:"why,omitempty"`
 }
 
-// A Quarantined is a rule that is in force, as it is sent.
+// A Quarantined is a rule in force, as the handler sends it.
 type Quarantined struct {
 	Rule  string    `json:"rule"`
 	By    string    `json:"by,omitempty"`
@@ -122,7 +122,7 @@ func (p *Process) quarantined() []Quarantined {
 	return all
 }
 
-// serveQuarantine answers about the list; who may ask is decided before.
+// serveQuarantine answers requests about the list. The caller has checked who asks.
 func (p *Process) serveQuarantine(mux *http.ServeMux) {
 	mux.HandleFunc("GET /fleet/quarantine", func(w http.ResponseWriter, _ *http.Request) { operator.Answer(w, http.StatusOK, p.quarantined()) })
 	mux.HandleFunc("POST /fleet/quarantine", func(w http.ResponseWriter, r *http.Request) {

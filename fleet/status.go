@@ -14,33 +14,35 @@ import (
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
-// Status is what one process knows of its fleet. Amounts are in tokens.
+// Status is what one process knows about its fleet. Amounts are in tokens.
 type Status struct {
 	Fleet         string        `json:"fleet"`
-	Name          string        `json:"name"` // whose view this is
+	Name          string        `json:"name"` // the process that this view comes from
 	Members       []Member      `json:"members"`
 	Configuration Configuration `json:"configuration"`
 
-	// Stranded are the shares of members that are not heard, of 1: what nobody
-	// mints. Skew is the standard deviation of level over cap: 0 is even.
+	// Stranded is the sum of the shares of silent members, in [0, 1]: nobody mints them, unless
+	// Limits.OnSilence is [TakeOver].
 	Stranded float64 `json:"stranded_share"`
-	Skew     float64 `json:"token_skew"`
+	// Skew is how unevenly the tokens lie: the standard deviation of level divided by cap, over the
+	// members with a cap. 0 is even, 0.5 the most.
+	Skew float64 `json:"token_skew"`
 
-	// SyncDelay is the longest lately from a change here to its acknowledgement by a
-	// peer that is heard.
+	// SyncDelay is the longest of the latest delays from a change here to its acknowledgement by a
+	// peer. Silent peers do not count.
 	SyncDelay time.Duration `json:"sync_delay_ns"`
 
-	Backlog    uint64        `json:"journal_backlog"` // entries that the slowest peer lacks
-	BacklogAge time.Duration `json:"journal_backlog_age_ns"`
+	Backlog    uint64        `json:"journal_backlog"`        // journal entries that the slowest peer lacks
+	BacklogAge time.Duration `json:"journal_backlog_age_ns"` // the longest time for which a peer has lacked an entry
 
-	Scopes []Scope `json:"scopes,omitempty"` // of breakers, that this process has
+	Scopes []Scope `json:"scopes,omitempty"` // scopes of breakers that this process has
 	Totals []Total `json:"totals,omitempty"` // by topic or queue of a group
 
 	Quarantine []Quarantined `json:"quarantine,omitempty"` // rules in force
 }
 
-// A Total is what the fleet has counted for a topic or queue of a group, as far as
-// this process has heard: handler calls that succeeded and failed, and dead letters.
+// A Total has the fleet's counts for a topic or queue of a group, as far as this process has heard:
+// handler calls that succeeded, handler calls that failed, and dead letters.
 type Total struct {
 	Key          string `json:"key"`
 	Handled      uint64 `json:"handled"`
@@ -49,24 +51,24 @@ type Total struct {
 	Processes    int    `json:"processes"` // incarnations of processes that counted
 }
 
-// A Member is a process of the roster, or one that is heard, as another one sees
-// it.
+// A Member is a process in the roster or a process that was heard, seen from one process of the
+// fleet.
 type Member struct {
 	Name   string `json:"name"`
 	Zone   string `json:"zone,omitempty"`
 	Region string `json:"region,omitempty"`
-	// Version is that of its program.
+	// Version is the version of its program.
 	Version string `json:"version,omitempty"`
-	// State is self, fresh, silent or lost, or unknown if it was never heard.
+	// State is "self", "fresh", "silent", "lost", or "unknown" if it was never heard.
 	State string        `json:"state"`
-	Heard time.Duration `json:"heard_ns"` // how long ago
+	Heard time.Duration `json:"heard_ns"` // how long ago it was heard
 
-	Roster  bool   `json:"roster"` // it is in it
-	Weight  int    `json:"weight"` // there
-	Number  uint64 `json:"number"`
-	Applied uint64 `json:"applied"`          // it keeps within, by its own word
-	Loaded  uint64 `json:"loaded,omitempty"` // by an operator, if the configuration is static
-	Lacking bool   `json:"lacking"`          // the others wait for it to apply a configuration
+	Roster  bool   `json:"roster"`           // the roster names it
+	Weight  int    `json:"weight"`           // its weight in the roster
+	Number  uint64 `json:"number"`           // the newest configuration that it has
+	Applied uint64 `json:"applied"`          // the newest configuration whose limits it keeps, by its own report
+	Loaded  uint64 `json:"loaded,omitempty"` // the configuration that an operator loaded into it, if static
+	Lacking bool   `json:"lacking"`          // the others wait until it has applied a configuration
 
 	Share  float64 `json:"share"`
 	Level  float64 `json:"level"`
@@ -75,49 +77,50 @@ type Member struct {
 	Pinned float64 `json:"pinned"`
 
 	Unacked   uint64        `json:"unacked"`
-	SyncDelay time.Duration `json:"sync_delay_ns"` // as it sees it
+	SyncDelay time.Duration `json:"sync_delay_ns"` // as Status.SyncDelay, measured by that process
 	RTT       time.Duration `json:"rtt_ns"`
 	Offset    time.Duration `json:"clock_offset_ns"`
 	Broke     uint64        `json:"clock_violations"`
 
-	// LoansRefused counts loans of far more than its share, which were not taken: it
-	// breaks the books.
+	// LoansRefused counts loans that were refused because they were far more than its share: its
+	// accounts are wrong.
 	LoansRefused uint64 `json:"loans_refused,omitempty"`
 
-	Keys []Key `json:"keys,omitempty"` // its busiest
+	Keys []Key `json:"keys,omitempty"` // its busiest keys
 }
 
-// A Key is one limit's key at one process.
+// A Key is the state of one limit's key in one process.
 type Key struct {
 	Key      string  `json:"key"`
-	Admitted uint64  `json:"admitted"` // since its start
+	Admitted uint64  `json:"admitted"` // since the process started
 	Denied   uint64  `json:"denied"`
 	Level    float64 `json:"level"`
 	Cap      float64 `json:"cap"`
 }
 
-// A Configuration is the newest that the process knows.
+// A Configuration is the newest fleet configuration that the process knows.
 type Configuration struct {
 	Number   uint64                   `json:"number"`
-	Complete uint64                   `json:"complete"` // that everybody keeps within who had more before
+	Complete uint64                   `json:"complete"` // the newest that is complete: all members whose share shrank have applied it
 	Resets   uint64                   `json:"resets"`
 	Limit    limiter.Limit            `json:"limit"`
 	Limits   map[string]limiter.Limit `json:"limits,omitempty"`
-	Lacking  []string                 `json:"lacking,omitempty"` // have not applied it, and had more before
-	Settled  bool                     `json:"settled"`           // known to be the newest, or to have been after the start
+	Lacking  []string                 `json:"lacking,omitempty"` // members that have not applied it though their share shrank
+	Settled  bool                     `json:"settled"`           // this process knows that it is the newest, or was the newest after its start
 	Member   bool                     `json:"member"`
 	Evicted  bool                     `json:"evicted"`
-	Loaded   uint64                   `json:"loaded,omitempty"` // into this process, if the configuration is static
+	Loaded   uint64                   `json:"loaded,omitempty"` // the number that was loaded into this process, if static
 	Away     string                   `json:"away,omitempty"`   // why the register cannot be reached
-	Requests int                      `json:"requests"`         // of operators, here, undecided
+	Requests int                      `json:"requests"`         // undecided requests of operators to this process
 	Log      []Write                  `json:"log,omitempty"`    // the latest writes, oldest first
-	// Problem is what keeps the process apart: a peer with another configuration of the same
-	// number, a configuration that its limits refuse, or a register that takes none of its
-	// writes. Empty if there is none.
+	// Problem is empty if there is none. Otherwise it says one of these: the limits of this process
+	// refuse a configuration, a document of the register was refused, requests of members cannot be
+	// written, a peer has another configuration of the same number, or the register takes no write
+	// of this process.
 	Problem string `json:"problem,omitempty"`
 }
 
-// A Write is one write of the configuration: who wrote what.
+// A Write is one write of the configuration.
 type Write struct {
 	Number uint64    `json:"number"`
 	At     time.Time `json:"at"`
@@ -125,7 +128,7 @@ type Write struct {
 	What   string    `json:"what"`
 }
 
-// A Scope is what the fleet makes of a breaker's scope.
+// A Scope is the fleet's state of a breaker's scope.
 type Scope struct {
 	Name    string `json:"name"`
 	State   string `json:"state"`
@@ -158,7 +161,7 @@ func configurationOf(s fleetstate.ConfiguratorStatus) Configuration {
 	return c
 }
 
-// Status describes the fleet, for people. It costs copies of everything.
+// Status describes the fleet, for people. It copies everything that it returns.
 func (p *Process) Status() Status {
 	limits := p.limits.Stats()
 	s := Status{Fleet: p.cfg.Fleet, Name: p.self.Name, Stranded: limits.Stranded}
@@ -222,7 +225,7 @@ func (p *Process) Status() Status {
 	return s
 }
 
-// stand takes over what a process says of itself.
+// stand copies the status that a process sent about itself.
 func (m *Member) stand(s *fleetstate.MemberStatus) {
 	m.Zone, m.Region, m.Version, m.Heard = s.Zone, s.Region, s.Version, s.Heard
 	m.Number, m.Applied, m.Share = s.Number, s.Applied, s.Share

@@ -14,10 +14,10 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 )
 
-// registerFor is how long a call of the register may take.
+// registerFor is the time limit of a register call.
 const registerFor = 5 * time.Second
 
-// poke has the driver look at once.
+// poke wakes the driver.
 func (p *Process) poke() {
 	select {
 	case p.poked <- struct{}{}:
@@ -25,10 +25,10 @@ func (p *Process) poke() {
 	}
 }
 
-// errSilent stands in for what a register does not say.
+// errSilent is the error of a register whose Watch says nothing.
 var errSilent = fmt.Errorf("its Watch has said nothing for %v", registerFor)
 
-// watch is the goroutine that hears of changes of the register.
+// watch is the goroutine that watches the register.
 func (p *Process) watch() {
 	var first sync.Once
 	silent := time.AfterFunc(registerFor, func() {
@@ -46,18 +46,18 @@ func (p *Process) watch() {
 			p.readIn(e.Number, e.Document)
 		}
 		p.poke()
-	}) // the context's error
+	}) // the error is that of the context
 }
 
-// away says once that the register is away.
+// away notes and logs that the register is away. Watch reports each absence once.
 func (p *Process) away(err error) {
 	p.config.Away(p.clock(), err)
-	p.noteWrite(0, nil) // that is why
+	p.noteWrite(0, nil) // the register being away explains why writes fail
 	p.log.Warn("fleet: the register cannot be reached; the newest configuration stays in force, and nothing can be changed", "error", err)
 }
 
-// readIn takes in what is in the register. A document that is refused is a problem in the
-// Status, which lookAround logs.
+// readIn takes a document of the register in. A refused document is a problem in the Status, which
+// lookAround logs.
 func (p *Process) readIn(number uint64, document []byte) {
 	was := p.config.Status(p.clock()).Away
 	if err := p.config.Read(p.clock(), number, document); err == nil && was != nil && p.config.Status(p.clock()).Away == nil {
@@ -82,21 +82,22 @@ func (p *Process) writeNext(now time.Duration) {
 	})
 }
 
-// unwritten is why writes do not succeed, while they are tried.
+// unwritten says why writes fail, while they are tried.
 type unwritten struct {
 	err       error
-	since, at time.Duration // of the first that failed, and of the last
+	since, at time.Duration // times of the first and of the latest failure
 }
 
 const (
-	// unwrittenAfter is how far apart the first and the last must be: longer than it
-	// takes a register that goes away, or comes back, to say so.
+	// unwrittenAfter is how far apart the first and the latest failure must be, to count as a
+	// problem. It is longer than a register that goes away or comes back takes to say so.
 	unwrittenAfter = 3 * time.Second
-	// unwrittenFor is for how long the last counts: longer than it takes to try again.
+	// unwrittenFor is how long the latest failure counts. It is longer than the pause before the
+	// next try.
 	unwrittenFor = 15 * time.Second
 )
 
-// noteWrite notes what came of a write. That another one was faster is nothing.
+// noteWrite notes the outcome of a write. A faster write of another process is no failure.
 func (p *Process) noteWrite(number uint64, err error) {
 	var conflict *register.ConflictError
 	switch {
@@ -118,8 +119,8 @@ func (p *Process) noteWrite(number uint64, err error) {
 	p.unwritten.err, p.unwritten.at = err, now
 }
 
-// configuration is what is known of the configuration, and what keeps this process from
-// changing it: a register that answers, and that has taken no write for a while.
+// configuration returns the status of the configuration. Its Problem also covers a register that
+// answers but has taken no write of this process for a while.
 func (p *Process) configuration(now time.Duration, s fleetstate.ConfiguratorStatus) Configuration {
 	c := configurationOf(s)
 	p.mu.Lock()
@@ -130,7 +131,7 @@ func (p *Process) configuration(now time.Duration, s fleetstate.ConfiguratorStat
 	return c
 }
 
-// put writes one document, and says what came of it.
+// put writes one document and reports the outcome.
 func (p *Process) put(number uint64, document []byte) {
 	ctx, cancel := context.WithTimeout(p.ctx, registerFor)
 	defer cancel()

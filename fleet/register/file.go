@@ -19,23 +19,23 @@ import (
 const (
 	// fileEvery is how often a watch looks at the file.
 	fileEvery = 100 * time.Millisecond
-	// lockEvery is how often a writer tries a lock that another holds.
+	// lockEvery is how often a writer tries a lock that another writer has.
 	lockEvery = 2 * time.Millisecond
 )
 
-// File is a [Register] for the processes of one host: a file, beside a file for the
-// lock. A write goes to a third file, is synced, and takes the place of the first, so
-// a reader sees one document or the next, and a crash leaves one of the two. The
-// file must be on a local disk: a network's file systems may lock and rename otherwise.
+// File is a [Register] for the processes of one host: a file, and a second file for the lock. A
+// write goes to a third file, is synced, and then replaces the first. So a reader sees the old
+// document or the new one, also after a crash. The file must be on a local disk: file systems of a
+// network may lock and rename differently.
 //
-// Watch reads the file ten times a second. A writer that is stopped while it has the
-// lock stops the others, not the readers.
+// Watch reads the file ten times a second. A writer that is stopped while it holds the lock stops
+// other writers, but no reader.
 type File struct{ path string }
 
 var _ Register = (*File)(nil)
 
-// NewFile is the register at a path. Its folder must exist when it is used. Nothing is
-// read or written before that.
+// NewFile returns the register at a path. It reads and writes nothing yet. The folder must exist at
+// the first use.
 func NewFile(path string) (*File, error) {
 	if path == "" {
 		return nil, errors.New("register: file: the path is empty")
@@ -50,7 +50,7 @@ func (f *File) Read(ctx context.Context) (number uint64, document []byte, err er
 	}
 	b, err := os.ReadFile(f.path)
 	if errors.Is(err, fs.ErrNotExist) {
-		// A folder that is gone is no empty register.
+		// A missing folder is not an empty register.
 		_, err = os.Stat(filepath.Dir(f.path))
 		b = nil
 	}
@@ -70,8 +70,8 @@ func (f *File) Read(ctx context.Context) (number uint64, document []byte, err er
 	return number, document, nil
 }
 
-// CompareAndSet waits for the lock, and writes. The outcome is unknown only when the
-// disk fails after the file has taken its place.
+// CompareAndSet waits for the lock, then writes. The outcome is unknown only if the disk fails
+// after the new file has replaced the old one.
 func (f *File) CompareAndSet(ctx context.Context, number uint64, document []byte) error {
 	if err := Check(number, document); err != nil {
 		return err
@@ -91,8 +91,7 @@ func (f *File) CompareAndSet(ctx context.Context, number uint64, document []byte
 	return f.write(registers.Encode(number, "", document))
 }
 
-// write is called with the lock held. ctx is not asked any more: it takes as long as
-// the disk takes.
+// write is called with the lock held. It no longer looks at ctx: it takes as long as the disk.
 func (f *File) write(b []byte) error {
 	placed, err := diskfile.Replace(f.path, b)
 	switch {
@@ -104,8 +103,8 @@ func (f *File) write(b []byte) error {
 	return nil
 }
 
-// lock waits for the lock that the kernel drops when this process dies. The file of the
-// lock stays, or two could lock two files of one name.
+// lock waits for the lock. The kernel drops it when this process dies. The lock's file is never
+// removed, or two writers could lock two files of one name.
 func (f *File) lock(ctx context.Context) (unlock func(), err error) {
 	file, err := os.OpenFile(f.path+".lock", os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
@@ -116,7 +115,7 @@ func (f *File) lock(ctx context.Context) (unlock func(), err error) {
 			break
 		}
 		if err = diskfile.TryLock(file); err == nil {
-			return func() { _ = file.Close() }, nil // which unlocks
+			return func() { _ = file.Close() }, nil // closing unlocks
 		}
 		if !errors.Is(err, diskfile.ErrLocked) {
 			break
@@ -126,8 +125,8 @@ func (f *File) lock(ctx context.Context) (unlock func(), err error) {
 	return nil, errors.Join(err, file.Close())
 }
 
-// Watch reads the file ten times a second. Its time would not do: two writes within the
-// clock's tick have the same.
+// Watch reads the file ten times a second. It does not compare the file's time: two writes within
+// one tick of the clock have the same time.
 func (f *File) Watch(ctx context.Context, on func(Event)) error {
 	return watch(ctx, on, func(ctx context.Context, emit func(uint64, []byte) error) error {
 		for {

@@ -12,8 +12,8 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/registers"
 )
 
-// Memory is a [Register] within one process, for tests. The zero value is empty and
-// ready. It must not be copied.
+// Memory is a [Register] within one process, for tests. The zero value is empty and ready to use.
+// It must not be copied.
 type Memory struct {
 	mu       sync.Mutex
 	number   uint64
@@ -24,8 +24,7 @@ type Memory struct {
 
 var _ Register = (*Memory)(nil)
 
-// SetAway makes everything fail with err, as if the store was away, until it is called
-// with nil.
+// SetAway makes all calls fail with err, as if the store were away. nil ends that.
 func (m *Memory) SetAway(err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -68,7 +67,7 @@ func (m *Memory) CompareAndSet(ctx context.Context, number uint64, document []by
 	return nil
 }
 
-// Watch tells of each change.
+// Watch reports each change.
 func (m *Memory) Watch(ctx context.Context, on func(Event)) error {
 	return watch(ctx, on, func(ctx context.Context, emit func(uint64, []byte) error) error {
 		for {
@@ -94,7 +93,7 @@ func (m *Memory) Watch(ctx context.Context, on func(Event)) error {
 	})
 }
 
-// watch is [registers.Watch] for events.
+// watch is [registers.Watch] with Events.
 func watch(ctx context.Context, on func(Event), session func(context.Context, func(uint64, []byte) error) error) error {
 	return registers.Watch(ctx, func(number uint64, document []byte, err error) {
 		on(Event{Number: number, Document: document, Err: err})

@@ -16,29 +16,29 @@ import (
 const MaxDocument = 64 << 10
 
 var (
-	// ErrConflict means that the newest document is not the one before the number
-	// that was to be written. Nothing was written, and this attempt never will be.
-	// [errors.As] to a [*ConflictError] tells the newest number.
+	// ErrConflict means that the newest number is not one less than the number to write. Nothing
+	// was written, and this attempt never will be. [errors.As] to a [*ConflictError] gives the
+	// newest number.
 	ErrConflict = errors.New("register: conflict")
 
-	// ErrUnknown means that the document may have been written, or may be written
-	// later if its number is free then. Read tells; [Settle] makes it final.
+	// ErrUnknown means that the document may have been written, or may be written later if its
+	// number is free then. Read shows whether it was; [Settle] makes the outcome final.
 	ErrUnknown = errors.New("register: outcome unknown")
 
 	// ErrDocument means a number of 0, or a document of a size outside 1 to
 	// [MaxDocument] bytes. Nothing was written.
 	ErrDocument = errors.New("register: document")
 
-	// ErrMalformed means that the store has a value which this package cannot read:
-	// it is damaged, of a later version, or not ours.
+	// ErrMalformed means that the store has a value that this package cannot read: it is damaged,
+	// of a later version, or of another program.
 	ErrMalformed = errors.New("register: malformed")
 )
 
-// ConflictError is an [ErrConflict] with the newest number, 0 if there is none. The
-// number was the newest at some instant during the call.
+// ConflictError is an [ErrConflict] with the newest number, 0 if there is none. That number was the
+// newest at some moment during the call.
 type ConflictError struct{ Newest uint64 }
 
-// Error names the newest number.
+// Error has the newest number.
 func (e *ConflictError) Error() string {
 	return fmt.Sprintf("register: conflict: the newest document is number %d", e.Newest)
 }
@@ -46,54 +46,53 @@ func (e *ConflictError) Error() string {
 // Is reports whether target is [ErrConflict].
 func (e *ConflictError) Is(target error) bool { return target == ErrConflict }
 
-// Register is a compare-and-set register of one numbered document. All methods are
-// safe for concurrent use, by any number of processes.
+// Register is a compare-and-set register of one numbered document. All methods are safe for
+// concurrent use, also by many processes.
 //
-// No method waits longer than its context lives, a store that answers nothing included.
+// Each method returns when its context ends, even if the store does not answer.
 type Register interface {
-	// Read returns the newest document and its number; 0 and nil if there is none. It
-	// sees every write that was confirmed before the call began, unless its driver says
-	// otherwise: the leader of a store may be deposed and not know it yet. It costs some
-	// round trips. The caller may keep and change document.
+	// Read returns the newest document and its number; 0 and nil if there is none. It sees all
+	// writes that were confirmed before the call began, unless the driver's doc says otherwise: an
+	// old leader of a store may not know yet that it was replaced. It costs some round trips. The
+	// caller owns the document.
 	Read(ctx context.Context) (number uint64, document []byte, err error)
 
-	// CompareAndSet writes document as number, if the newest is number-1. nil means
-	// that it is written, as safely as the store keeps anything. Otherwise the error is
+	// CompareAndSet writes document as number, if the newest number is number-1. nil means that the
+	// document is written, as safely as the store keeps anything. Otherwise the error is
 	//
 	//   - [ErrConflict], with the newest number: not written, and never will be;
 	//   - [ErrUnknown]: written, or not, or not yet;
 	//   - [ErrDocument]: refused before it was sent;
 	//   - any other: not written, and never will be.
 	//
-	// It tries once, and not at all if ctx has ended before. It costs some round trips,
-	// and the store's write to disk.
+	// It tries once, or not at all if ctx has ended before. It costs some round trips, and the
+	// store's write to disk.
 	CompareAndSet(ctx context.Context, number uint64, document []byte) error
 
-	// Watch calls on with the newest document: at first, after each change, and when
-	// the store is back after it was away. Numbers never fall. A number may be left out
-	// when the next one follows soon. While the store is away, on is called once, with
-	// the error; Watch goes on trying. A store whose number fell counts as away.
+	// Watch calls on with the newest document: first at once, then after each change, and when the
+	// store is back after it was away. Numbers never fall. A number may be skipped when the next
+	// one follows soon. When the store goes away, Watch calls on once, with the error, and goes on
+	// trying. A store whose number fell counts as away.
 	//
-	// Watch returns the context's error, when ctx ends, and nothing else. It calls on
-	// from one goroutine at a time, and never after it has returned. A slow on delays
-	// its own Watch only.
+	// Watch returns only when ctx ends, with its error. It calls on from one goroutine at a time,
+	// and never after it has returned. A slow on delays only its own Watch.
 	Watch(ctx context.Context, on func(Event)) error
 }
 
-// An Event is what [Register.Watch] tells.
+// An Event is what [Register.Watch] reports.
 type Event struct {
-	// Number of the newest document; 0 if there is none. Unset with Err.
+	// Number is the number of the newest document; 0 if there is none. It is unset with Err.
 	Number uint64
-	// Document is the newest; nil if there is none. The callee may keep it, and must
-	// not change it.
+	// Document is the newest document; nil if there is none. The callee may keep it, and must not
+	// change it.
 	Document []byte
-	// Err is why the store is away; nil otherwise. The previous event's document is
-	// still the newest that is known.
+	// Err is why the store is away; nil if it is not. The document of the previous event is still
+	// the newest known one.
 	Err error
 }
 
-// Check returns an [ErrDocument] if a number or a document cannot be written. It is
-// for drivers.
+// Check returns an [ErrDocument] if a number or a document cannot be written. It is for authors of
+// drivers.
 func Check(number uint64, document []byte) error {
 	if number == 0 {
 		return fmt.Errorf("%w: number 0: it must be at least 1", ErrDocument)
@@ -104,18 +103,17 @@ func Check(number uint64, document []byte) error {
 	return nil
 }
 
-// Settle makes sure that number is taken, so that a write of it whose outcome is
-// unknown cannot happen later. If number is free, Settle writes noop: a document
-// that means the same as the one before it. It returns the newest document and its
-// number, which is at least number.
+// Settle makes the outcome of an unknown write of number final. If number is free, Settle takes it:
+// it writes noop, a document that means the same as the one before it. So the unknown write cannot
+// happen later. It returns the newest document and its number, which is at least number.
 //
-// If that is number itself, the caller compares the document with its own. If it is
-// more, somebody built upon number meanwhile, and the caller finds its id in the
-// newest document if that carries its predecessors' ids.
+// If the returned number is number, the caller compares the document with its own. If it is higher,
+// somebody has built upon number. Then the caller looks for its id in the newest document, if
+// documents carry the ids of their predecessors.
 //
-// Settle tries until ctx ends; then the outcome is as unknown as before. number must
-// have been one above the newest when it was written. Where Read returns less than that,
-// a server that is behind has answered, and Settle reads again.
+// Settle tries until ctx ends; then the outcome is still unknown. number must have been one above
+// the newest when it was written. If Read returns less than that, an outdated server has answered,
+// and Settle reads again.
 func Settle(ctx context.Context, r Register, number uint64, noop []byte) (newest uint64, document []byte, err error) {
 	for {
 		newest, document, err = r.Read(ctx)
@@ -124,7 +122,7 @@ func Settle(ctx context.Context, r Register, number uint64, noop []byte) (newest
 		}
 		switch {
 		case err != nil:
-		case newest+1 < number: // a server that is behind answered
+		case newest+1 < number: // an outdated server answered
 			err = fmt.Errorf("register: the newest document read is %d, number %d was to follow it", newest, number)
 		default:
 			err = r.CompareAndSet(ctx, number, noop)

@@ -11,8 +11,8 @@ import (
 	"syscall"
 )
 
-// TryLock takes the lock of an open file or folder, which the kernel drops when the file is
-// closed or this process dies. It does not wait: the error is [ErrLocked] if another has it.
+// TryLock locks an open file or folder. The kernel drops the lock when the file is closed or this
+// process dies. TryLock does not wait: the error is [ErrLocked] if another has the lock.
 func TryLock(file *os.File) error {
 	for {
 		err := syscall.Flock(int(file.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
@@ -26,7 +26,7 @@ func TryLock(file *os.File) error {
 	}
 }
 
-// SyncDir makes what was made, renamed or removed in a folder survive a crash.
+// SyncDir syncs a folder, so that files made, renamed or removed in it survive a crash.
 func SyncDir(path string) error {
 	dir, err := os.Open(path) //nolint:gosec // the caller's path
 	if err != nil {

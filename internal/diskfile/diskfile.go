@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package diskfile has what the files need that must survive a crash: the lock of one
-// process, the sync of a folder, and a file that is replaced as a whole.
+// Package diskfile helps with files that must survive a crash: the lock of one process, the sync of
+// a folder, and a file that is replaced as a whole.
 package diskfile
 
 import (
@@ -16,9 +16,8 @@ import (
 // ErrLocked means that another process, or another open file of this one, has the lock.
 var ErrLocked = errors.New("locked by another")
 
-// LockDir takes the lock of a folder itself, so that one that cannot be written to can be
-// locked as well. It ends with the file that it returns, and with this process. The error
-// is [ErrLocked] if another has it.
+// LockDir locks a folder itself, so it also works in a folder that is not writable. The lock ends
+// with the returned file, and with this process. The error is [ErrLocked] if another has it.
 func LockDir(path string) (*os.File, error) {
 	dir, err := os.Open(path) //nolint:gosec // the caller's path
 	if err != nil {
@@ -30,9 +29,10 @@ func LockDir(path string) (*os.File, error) {
 	return dir, nil
 }
 
-// MakeDir makes a folder, for this user alone, in one that is there. One that exists is
-// left as it is. Its name is on the disk afterwards: whoever made it may have ended before
-// that. Where the folder above cannot be read, that is for who made it to see to.
+// MakeDir makes a folder, for this user alone, in an existing one. A folder that exists is left as
+// it is. In both cases MakeDir syncs the parent: the process that made the folder may have ended
+// before it did. If the folder exists and the parent cannot be read or synced, that is not an
+// error: it is up to the owner of the parent.
 func MakeDir(path string) error {
 	err := os.Mkdir(path, 0o700)
 	if err != nil && !errors.Is(err, fs.ErrExist) {
@@ -46,9 +46,9 @@ func MakeDir(path string) error {
 	return err
 }
 
-// Replace writes a file under another name, syncs it, and puts it in the place of path. A
-// reader, and whoever comes after a crash, sees the old one or the new one. placed says
-// that it is there although err is not nil: only a crash could still undo it.
+// Replace writes a file under another name, syncs it, and moves it to path. A reader sees the old
+// file or the new one, also after a crash. placed with an error means that the new file is in
+// place, but a crash could still undo that.
 func Replace(path string, b []byte) (placed bool, err error) {
 	next := path + ".next"
 	if err := writeSynced(next, b); err != nil {

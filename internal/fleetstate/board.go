@@ -12,9 +12,9 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
-// A board is what all processes may write on, each in its own name: a [crdt.LWWSet] as a
-// section of its own for the gossip session, with watchers. What the elements say is that
-// of who has the board, and so are its bounds. It is safe for concurrent use.
+// A board is a set that all processes write to, each in its own name: a [crdt.LWWSet] with
+// watchers, as its own section of the gossip session. The owner of the board decides what the
+// elements mean, and bounds them. It is safe for concurrent use.
 type board struct {
 	mu       sync.Mutex
 	self     crdt.Replica
@@ -32,7 +32,7 @@ func newBoard(self crdt.Replica) (*board, error) {
 	return &board{self: self, set: set, watchers: make(map[*func()]struct{})}, nil
 }
 
-// tellLocked tells the watchers, and whoever carries the section.
+// tellLocked calls the watchers, and the function that OnChange has set.
 func (b *board) tellLocked() {
 	b.watchedLocked()
 	if b.changed != nil {
@@ -46,8 +46,8 @@ func (b *board) watchedLocked() {
 	}
 }
 
-// Watch has f called after each change until stop is called, under the lock of the board:
-// f must not wait, nor call it.
+// Watch calls f after each change until stop is called, under the lock of the board. f must not
+// wait, and must not call the board.
 func (b *board) Watch(f func()) (stop func()) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -59,26 +59,26 @@ func (b *board) Watch(f func()) (stop func()) {
 	}
 }
 
-// OnChange has f called after each change that there is to tell, under the lock of the
-// board: it must not wait or call it. The Kick of a gossip.Node is meant. nil ends it.
+// OnChange sets f, which is called after each change to send, under the lock of the board. f must
+// not wait, and must not call the board. It is meant for the Kick of a gossip.Node. nil ends it.
 func (b *board) OnChange(f func()) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.changed = f
 }
 
-// Mark is the number of the latest change that came here.
+// Mark returns the number of the latest change that is here.
 func (b *board) Mark(crdt.Replica) uint64 {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.set.Mark()
 }
 
-// Counted is that mark; see gossip.Counter.
+// Counted returns the mark; see gossip.Counter.
 func (b *board) Counted() uint64 { return b.Mark(crdt.Replica{}) }
 
-// mergeLocked takes in what a peer's Delta appended. The error is [ErrMalformed], and then
-// nothing was taken in.
+// mergeLocked takes in the output of a peer's Delta. The error is [ErrMalformed], and then nothing
+// was taken in.
 func (b *board) mergeLocked(delta []byte) error {
 	mark := b.set.Mark()
 	if err := b.set.Merge(delta); err != nil {
@@ -90,18 +90,18 @@ func (b *board) mergeLocked(delta []byte) error {
 	return nil
 }
 
-// Gone changes nothing: what a process has written stays.
+// Gone changes nothing: the elements of a process stay.
 func (*board) Gone(time.Duration, crdt.Replica) {}
 
-// Rejoin writes as the new incarnation from now on; see gossip.Rejoiner.
+// Rejoin makes the board write as the new incarnation from now on; see gossip.Rejoiner.
 func (b *board) Rejoin(_ time.Duration, self crdt.Replica) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	set, err := crdt.NewLWWSet(self)
 	if err != nil {
-		return // a session took the name
+		return // cannot happen: a session has accepted the name
 	}
 	all, _ := b.set.Delta(nil, 0, math.MaxInt)
-	_ = set.Merge(all) // it is well-formed
+	_ = set.Merge(all) // all is well-formed
 	b.self, b.set = self, set
 }

@@ -12,7 +12,7 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/escrow"
 )
 
-// String is the change in a line.
+// String describes the change in one line.
 func (ch *Change) String() string {
 	var b strings.Builder
 	limit := func(key string, l *escrow.Limit) {

@@ -5,24 +5,25 @@ package fleetstate
 
 import "github.com/stormguard-mq/stormguard/internal/crdt"
 
-// changes is what there is to tell, in the order in which it last changed.
+// changes has all changes to send, in the order in which each last changed.
 //
-// Votes of others come from those themselves: they concern a peer only if they
-// were here when it was met, or if their process has fallen silent just after.
+// Other processes send their own votes themselves. So another process's vote concerns a peer in two
+// cases only: the vote was here when the peer was first sent to, or its process fell silent soon
+// after the vote came.
 type changes struct {
 	crdt.Changes[change]
-	shared uint64                  // the latest change that concerns everybody
-	met    map[crdt.Replica]uint64 // the mark when the peer was first sent to
-	notify func()                  // nil, or whom to tell of each
+	shared uint64                  // number of the latest change that concerns all peers
+	met    map[crdt.Replica]uint64 // by peer: the mark when it was first sent to
+	notify func()                  // called after each change; nil if unset
 }
 
-// change is a vote, or else the state of a scope.
+// change is a vote or the state of a scope.
 type change struct {
 	row *row
 	sc  *book
 }
 
-// vote puts a vote at the end. all says that it concerns everybody.
+// vote puts a vote at the end. all says that it concerns all peers.
 func (c *changes) vote(r *row, all bool) {
 	if r.change == nil {
 		r.change = &crdt.Change[change]{Of: change{row: r}}
@@ -48,7 +49,7 @@ func (c *changes) touch(e *crdt.Change[change], all bool) {
 	}
 }
 
-// mark is the number of the latest change that concerns a peer.
+// mark returns the number of the latest change that concerns a peer.
 func (c *changes) mark(to crdt.Replica) uint64 {
 	met, ok := c.met[to]
 	if !ok {
@@ -57,7 +58,8 @@ func (c *changes) mark(to crdt.Replica) uint64 {
 	return max(met, c.shared)
 }
 
-// concerns reports whether a peer that was met at met needs the change of mark.
+// concerns reports whether a peer needs the change with the number mark. met is the mark when the
+// peer was first sent to.
 func (c change) concerns(to, self crdt.Replica, mark, met uint64) bool {
 	if c.row == nil {
 		return true

@@ -11,11 +11,11 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 
-// Config is how the fleet decides about breakers. The zero value is valid. All
-// processes of a fleet need the same Quorum and Successes.
+// Config says how the fleet decides about breakers. The zero value is valid. All processes of a
+// fleet need the same Quorum and Successes.
 type Config = breaker.FleetConfig
 
-// Roster is who may vote.
+// Roster lists the names that may vote.
 type Roster = breaker.Roster
 
 const never = scope.Never
@@ -27,7 +27,7 @@ func def[T comparable](field *T, value T) {
 	}
 }
 
-// checks collects what is wrong with a configuration.
+// checks collects the faults of a configuration.
 type checks []error
 
 func (w *checks) bad(field string, value any, want string) {

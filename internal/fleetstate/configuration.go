@@ -17,30 +17,28 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/escrow"
 )
 
-// An Applier is what a [Configurator] drives: the limiter of this process.
+// An Applier is driven by a [Configurator]: it is the limiter of this process.
 //
-// A process uses, of every limit, the smallest share that it has in any configuration
-// from the last complete one to the newest that it adopted. So it shrinks at once
-// and grows when all who shrank have done so, and the shares in use are never more
-// than the whole.
+// Of every limit, a process uses the smallest share that it has in any configuration from the last
+// complete one to the newest adopted one. So it shrinks at once, and grows when all members that
+// shrank have done so. The shares in use are never more than the whole.
 //
 // The methods are called under the lock of the Configurator, and must not call it.
 type Applier interface {
-	// Adopt takes in a configuration: a share that is less is less at once, one that is
-	// more waits for Complete. Numbers rise, and one may be left out when the ones before it
-	// are complete. An error says that the applier cannot keep it; then the process
-	// mints no more.
+	// Adopt takes in a configuration: a smaller share counts at once, a larger one waits for
+	// Complete. Numbers rise. A number may be skipped when the ones before it are complete. An
+	// error says that the applier cannot keep the configuration; then the process mints no more.
 	Adopt(now time.Duration, c escrow.Configuration) error
 
-	// Complete says that all whose share shrank up to number have applied it.
+	// Complete says that all members whose share shrank up to number have applied it.
 	Complete(now time.Duration, number uint64)
 
-	// Applied is the highest configuration that this process keeps within: all its loans
-	// and levels are below its smaller share.
+	// Applied returns the highest configuration that this process keeps within: all its loans and
+	// levels are below its smaller share.
 	Applied() uint64
 
-	// Mint allows to mint until an instant of the own clock; [Unfenced] is for ever.
-	// The applier mints nothing before the first call.
+	// Mint allows minting until an instant of the own clock; [Unfenced] sets no end. The applier
+	// mints nothing before the first call.
 	Mint(until time.Duration)
 }
 
@@ -48,18 +46,18 @@ type Applier interface {
 const Unfenced = time.Duration(math.MaxInt64)
 
 const (
-	// fewPending is how many configurations may wait for members to apply them before
-	// only evictions are accepted, and maxPending before nothing is.
+	// fewPending is how many configurations may wait for members to apply them before only
+	// evictions are accepted. At maxPending nothing is accepted.
 	fewPending = 64
 	maxPending = 96
 
-	maxRequests = 64  // of this process, undecided
-	maxOutcomes = 256 // remembered
+	maxRequests = 64  // undecided requests of this process
+	maxOutcomes = 256 // remembered outcomes
 
 	activeTick  = 5 * time.Millisecond
 	idleTick    = 50 * time.Millisecond
 	pullTimeout = 100 * time.Millisecond
-	nearby      = time.Second // for how long one who was heard counts as there
+	nearby      = time.Second // how long after it was heard a process counts as present
 )
 
 const (
@@ -67,8 +65,8 @@ const (
 	maxLimits  = 4096
 )
 
-// checkConfiguration says all that is wrong with a configuration, by the limiter's word and by
-// what can travel.
+// checkConfiguration returns all that is wrong with a configuration: for the limiter, and for the
+// document.
 func checkConfiguration(c escrow.Configuration) error {
 	var w checks
 	if n := len(c.Roster.Members); n < 1 || n > maxMembers {
@@ -86,7 +84,7 @@ func checkConfiguration(c escrow.Configuration) error {
 	return errors.Join(append(w, err)...)
 }
 
-// normal is c as it travels: members by name, weights said.
+// normal returns c as documents have it: members by name, with explicit weights.
 func normal(c escrow.Configuration) escrow.Configuration {
 	c.Roster.Members = slices.Clone(c.Roster.Members)
 	for i := range c.Roster.Members {
@@ -96,25 +94,25 @@ func normal(c escrow.Configuration) escrow.Configuration {
 	return c
 }
 
-// A Change is what an operator wants changed. What is unset stays as it is.
+// A Change has an operator's changes. Unset fields change nothing.
 type Change struct {
-	// Limit is that of each key that has no limit of its own.
+	// Limit is the new limit of each key that has no limit of its own.
 	Limit *escrow.Limit
-	// Limits are those of single keys; nil takes one away, so that Limit holds.
+	// Limits are new limits of single keys. nil removes a key's own limit, so that Limit counts.
 	Limits map[string]*escrow.Limit
-	// Weights are those of members; 0 makes one that only borrows.
+	// Weights are new weights of members. A member with weight 0 only borrows.
 	Weights map[string]int
-	// Reset fills all buckets up, once: up to Burst more is admitted.
+	// Reset fills all buckets once. The fleet may then admit up to Burst more.
 	Reset bool
 }
 
-// release is the eviction of a name.
+// release is the eviction of a name, or its leave.
 type release struct {
-	number uint64
-	from   time.Duration // its share is free
+	number uint64        // the configuration without the name
+	from   time.Duration // when its share is free
 }
 
-// A DiffersError says with whom this process differs about a configuration.
+// A DiffersError says which peer has a different configuration of a number.
 type DiffersError struct {
 	Number       uint64
 	Peer         crdt.Replica
@@ -128,8 +126,8 @@ func (e *DiffersError) Error() string {
 // Unwrap makes errors.Is(err, ErrDiffers) hold.
 func (e *DiffersError) Unwrap() error { return ErrDiffers }
 
-// apply makes the change. A reset is to a number, so that made twice it is made
-// once.
+// apply returns the changed configuration. A reset sets the count of resets to resets, so a
+// repeated reset happens once.
 func (ch *Change) apply(to escrow.Configuration, resets uint64) (escrow.Configuration, error) {
 	var w checks
 	if ch.Limit != nil {
@@ -171,7 +169,7 @@ func (ch *Change) apply(to escrow.Configuration, resets uint64) (escrow.Configur
 
 func byName(a, b escrow.Member) int { return cmp.Compare(a.Name, b.Name) }
 
-// memberIndex is the index of a name in a roster in order, -1 if it is not there.
+// memberIndex is the index of a name in a sorted roster, -1 if it is not there.
 func memberIndex(members []escrow.Member, name string) int {
 	i, ok := slices.BinarySearchFunc(members, name, func(m escrow.Member, name string) int {
 		return strings.Compare(m.Name, name)
@@ -182,15 +180,15 @@ func memberIndex(members []escrow.Member, name string) int {
 	return i
 }
 
-// drift is how far a clock may run fast or slow, in millionths.
+// drift is how much faster or slower a clock may run, in millionths.
 const drift = 500
 
-// fenced is how long after an eviction nobody mints under a lease.
+// fenced is how long after an eviction a member may still mint under a lease.
 func fenced(lease time.Duration) time.Duration {
 	return lease + lease*2*drift/1_000_000 + 10*time.Millisecond
 }
 
 type eviction struct {
 	name   string
-	silent bool // not by an operator
+	silent bool // evicted for silence, not by an operator
 }

@@ -16,55 +16,54 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/escrow"
 )
 
-// ConfiguratorConfig is what an operator may set from a file, a flag or the
-// environment. Fleet must be set. Fleet, Static, OnSilence and Lease must be the same
-// in all processes: processes that differ refuse each other.
+// ConfiguratorConfig has the settings of a [Configurator]. Fleet must be set. Fleet, Static,
+// OnSilence and Lease must be the same in all processes: processes that differ refuse each other.
 type ConfiguratorConfig struct {
 	// Fleet names the fleet, in 1 to 128 bytes. A document of another fleet is refused.
 	Fleet string
 
-	// Initial is written as number 1 by whoever is first, if the register is empty. A
-	// later process with another Initial changes nothing. Without members nothing is
-	// written, and the process waits for somebody who writes. Number is ignored. Unset
-	// if Static.
+	// Initial is written as number 1 by the first process, if the register is empty. A later
+	// process with another Initial changes nothing. Without members the process writes nothing, and
+	// waits until another one writes. Number is ignored. It must be unset if Static.
 	Initial escrow.Configuration
 
 	// Static says that there is no register: an operator loads each configuration into each
 	// process, see [Configurator.Load].
 	Static bool
 
-	// Weight is the share that this process asks for whenever it is not in the roster,
-	// unless it has left. In [0, 1000000]; 0 means that it asks by [Configurator.Join]
-	// only. A process that was evicted asks for what it had in any case, also for no share.
+	// Weight is the share that this process asks for while it is not in the roster, unless it has
+	// left. In [0, 1000000]; with 0 it asks by [Configurator.Join] only. An evicted process always
+	// asks for the weight that it had, even if that was 0.
 	Weight int
 
-	// OnSilence says what becomes of the share of a silent member; unset is
-	// [escrow.Hold]. With [escrow.Majority] each process mints only while a majority
-	// of the roster confirms, within Lease, that it may, and who is silent is evicted.
-	// It needs a register. A process whose clock stands still while it runs on is not
-	// caught. [escrow.TakeOver] is no agreement: configurations change as with Hold.
+	// OnSilence says what happens to the share of a silent member; unset is [escrow.Hold].
+	//
+	// With [escrow.Majority] each process mints only while a majority of the roster confirms,
+	// within Lease, that it may. Silent members are evicted. It needs a register. It does not
+	// detect a process whose clock stands still while the process runs on.
+	//
+	// [escrow.TakeOver] needs no agreement: configurations change as with Hold.
 	OnSilence escrow.SilencePolicy
 
-	// UnstableNames says that a process that is gone does not come back under its
-	// name, as in a Kubernetes Deployment. escrow.Hold is refused then: each crash would
-	// strand a share for ever.
+	// UnstableNames says that a process that is gone does not come back under its name, as in a
+	// Kubernetes Deployment. escrow.Hold is refused then: each crash would strand a share forever.
 	UnstableNames bool
 
-	// Lease is for how long a process mints after it sent the packet that a
-	// majority confirmed, with escrow.Majority. In [50ms, 1m]; unset means 400 ms. A few
-	// keep-alives of the gossip must fit in.
+	// Lease is how long a process may mint after it sent the packet that a majority confirmed, with
+	// escrow.Majority. In [50ms, 1m]; unset means 400 ms. A few keep-alives of the gossip must fit
+	// in.
 	Lease time.Duration
 
-	// Silent is after which silence a member is evicted, with escrow.Majority. In
+	// Silent is how long a member must be silent before it is evicted, with escrow.Majority. In
 	// (Lease, 10m]; unset means 500 ms, or a quarter above Lease if that is more.
 	Silent time.Duration
 
-	// Batch is how long requests to join and leave are gathered for one write. In
-	// [1ms, 10s]; unset means 50 ms. An operator's request does not wait for it.
+	// Batch is how long requests to join and leave are collected for one write. In [1ms, 10s];
+	// unset means 50 ms. An operator's request does not wait for it.
 	Batch time.Duration
 
-	// Patience is how long a writer pauses after a write that failed, and how long the
-	// others leave it to the one before them. In [10ms, 1m]; unset means 250 ms.
+	// Patience is how long a writer pauses after a failed write, and how long each process waits
+	// for the writer before it. In [10ms, 1m]; unset means 250 ms.
 	Patience time.Duration
 }
 
@@ -78,8 +77,8 @@ func (c ConfiguratorConfig) WithDefaults() ConfiguratorConfig {
 	return c
 }
 
-// Validate reports everything that is wrong with c at once, as an error that is
-// [ErrConfig], or nil. Unset fields are judged as their defaults.
+// Validate returns nil, or an [ErrConfig] that lists everything that is wrong with c. Unset fields
+// are judged as their defaults.
 func (c ConfiguratorConfig) Validate() error {
 	var w checks
 	c = c.WithDefaults()
@@ -114,68 +113,69 @@ func (c ConfiguratorConfig) Validate() error {
 	return errors.Join(w...)
 }
 
-// Configurator is one process's part in the fleet's configuration: configurations, one after
-// the other, each a fact once it has its number. A register orders them: number n is
-// written once, upon n-1, by whoever is first. Or an operator does, see
-// [Configurator.Load].
+// Configurator is one process's part in the fleet's configuration: a sequence of numbered
+// configurations. A register orders them: number n is written once, upon n-1, by the first writer.
+// Without a register an operator orders them, see [Configurator.Load].
 //
-// A configuration is applied in two steps, so that no share is ever used twice. Who loses by
-// it uses less at once. When all losers keep within it, and all configurations before it are
-// complete, it is complete, and who gains uses what was freed. Processes tell each other
-// by gossip how far they are, and pass documents on: the Configurator is a section of a
-// gossip session.
+// A configuration is applied in two steps, so that no share is ever used twice. Members that lose
+// by it use less at once. It is complete when all of them keep within it, and all configurations
+// before it are complete. Then members that gain use what was freed. Processes tell each other by
+// gossip how far they are, and pass documents on: the Configurator is a section of a gossip
+// session.
 //
-// It has no goroutine, timer or clock, and does no I/O. Its methods take instants of
-// one monotonic clock, that of the session which calls Merge. A driver
+// It has no goroutine, timer or clock, and does no I/O. Its methods take instants of one monotonic
+// clock, that of the session which calls Merge. A driver
 //
 //   - calls [Configurator.Tick] at [Configurator.Wake], and then [Configurator.Write];
-//   - does the write that comes back, and says by [Configurator.Wrote] what came of it;
-//   - says what it reads or watches, by [Configurator.Read] and [Configurator.Away], and
-//     reads after each write that did not succeed;
+//   - does the returned write, and reports the outcome by [Configurator.Wrote];
+//   - reports what it reads or watches, by [Configurator.Read] and [Configurator.Away], and reads
+//     after each write that did not succeed;
 //   - steps the session after each call that changed [Configurator.Counted].
 //
-// It is safe for concurrent use; the [Applier] are called under its lock.
+// It is safe for concurrent use. The [Applier] is called under its lock.
 //
 // # Restarts
 //
-// A process mints once it has read the register: whatever it had applied in an earlier
-// incarnation was written before. Where the register is away it mints by its peers' word: all
-// other members say, within a second, that they know nothing newer, and one of them has
-// its share itself. What that word misses is a newer configuration that only processes
-// outside of the roster know, which nobody hears. Until it mints, a process borrows. If
-// all start again while the register is away, nobody mints until it is back.
+// A process mints once it has read the register: all that it had applied in an earlier incarnation
+// was written before. Until it mints, a process borrows.
+//
+// While the register is away, a process mints by its peers' reports. All other members must report,
+// within a second, that they know nothing newer, and one of them must have its share itself. These
+// reports miss one case: a newer configuration that only processes outside of the roster know, and
+// that is heard nowhere. If all start again while the register is away, no process mints until it
+// is back.
 type Configurator struct {
 	cfg     ConfiguratorConfig
 	self    crdt.Replica
 	applier Applier
 	rand    *rand.Rand
-	fleet   uint64 // digest of what all must have alike
+	fleet   uint64 // digest of the settings that must be the same everywhere
 
 	mu      sync.Mutex
 	start   time.Duration
 	ticked  time.Duration
-	doc     *document   // the newest; nil if none is known
-	digest  uint64      // tells it from another of the same number
-	chain   []*chained  // adopted: from the last complete one to the newest
-	voters  []confVoter // of the newest roster, by name
-	voter   int         // ours, -1 if there is none
+	doc     *document   // the newest document; nil if none is known
+	digest  uint64      // digest of doc: distinguishes it from another document of the same number
+	chain   []*chained  // adopted configurations, from the last complete one to the newest
+	voters  []confVoter // the members of the newest roster, by name
+	voter   int         // this process's index in voters, -1 if there is none
 	peers   map[string]*confPeer
-	list    []*confPeer        // the same, in the order in which they were met
-	applied map[string]uint64  // by the word of each, whichever incarnation; see takeWord
-	knew    map[string]uint64  // the newest that each has known
-	gone    map[string]release // evicted, or left with a lease
-	own     uint64             // applied by the applier
+	list    []*confPeer        // the peers in the order in which they were met
+	applied map[string]uint64  // the newest configuration that each name says it has applied; see takeWord
+	knew    map[string]uint64  // the newest configuration that each name has known
+	gone    map[string]release // names that were evicted, or left with a lease
+	own     uint64             // the newest configuration that the applier has applied
 	read    bool               // the register was read in this incarnation
-	away    error              // why it cannot be reached; nil if it can
+	away    error              // why the register cannot be reached; nil if it can
 	settled bool               // this incarnation may mint
-	frozen  map[string]bool    // whose leases we confirm no more; see configurator_lease.go
+	frozen  map[string]bool    // names whose leases are no longer confirmed; see configurator_lease.go
 	stamps  []time.Duration
 	until   time.Duration
-	broken  error // the applier refused a configuration
+	broken  error // the applier's error when it refused a configuration
 
-	loaded   uint64    // by an operator, if Static
-	draft    []stage   // before this incarnation is settled, if Static
-	conflict *confPeer // who has another configuration of our number, which is in force, if Static
+	loaded   uint64    // the number that an operator loaded, if Static
+	draft    []stage   // configurations known before this incarnation is settled, if Static
+	conflict *confPeer // a peer whose different configuration of our number is in force, if Static
 
 	// Writing; see configurator_write.go.
 	wishes   []wish
@@ -184,70 +184,70 @@ type Configurator struct {
 	sent     *sending
 	fails    int
 	retryAt  time.Duration
-	wanted   time.Duration // something shared is requested since; never if nothing is
-	rank     int           // in which order processes write it
+	wanted   time.Duration // since when a request is open that any process may write; never if there is none
+	rank     int           // how many processes write such requests before this one
 	full     error         // why the latest draft was not written
 
 	pull     confPull
-	behind   time.Duration // a peer knows more since; never if none does
+	behind   time.Duration // since when a peer knows a newer document; never if none does
 	joining  bool
 	weight   int
 	leaving  bool
 	deadline time.Duration
-	lingers  time.Duration // until then it may still be a voter, though it asked to leave
-	leftAt   uint64        // the number that is without us
-	evicted  uint64        // the latest number by which we were evicted
+	lingers  time.Duration // until then this process may still become a member, though it asked to leave
+	leftAt   uint64        // the first configuration without this process
+	evicted  uint64        // the latest number by which this process was evicted
 
 	seq, shared uint64
-	toldAt      time.Duration // seq last rose
-	doneAt      time.Duration // something was found complete
+	toldAt      time.Duration // when seq last rose
+	doneAt      time.Duration // when a configuration was last found complete
 	foreign     uint64
 	differing   uint64
 	differs     *DiffersError
-	refused     error // the latest document that could not be read
+	refused     error // why the latest document was refused
 	row         confRow
 }
 
-// chained is a configuration in the chain.
+// chained is a configuration of the chain.
 type chained struct {
 	stage
 
-	from    string   // whom it was learned of; empty is the register
-	lacking []string // losers that have not applied it, when last looked at
-	unknown bool     // too few of the roster before it know of it, see spreadLocked
+	from    string   // the peer that sent it; empty if it came from the register
+	lacking []string // members that lose by it and had not applied it at the last look
+	unknown bool     // too few of the previous roster know it, see spreadLocked
 }
 
-// confVoter is a member.
+// confVoter is a member of the newest roster.
 type confVoter struct {
-	*confPeer // nil if it was not met
+	*confPeer // nil if it was never met
 
 	name  string
-	since time.Duration // it is a member since, as we know
+	since time.Duration // when this process first knew it as a member
 }
 
-// confPeer is another process, by its latest incarnation.
+// confPeer is another process, in its latest incarnation.
 type confPeer struct {
 	id     crdt.Replica
-	voter  int           // -1 if it has none
-	sent   time.Duration // its clock: of the latest row
-	heard  time.Duration // and what it rests
-	met    bool          // a row came
+	voter  int           // its index in voters, -1 if it is no member
+	sent   time.Duration // when it sent the latest row, by its clock
+	heard  time.Duration // when it was heard, plus the contact's Rest
+	met    bool          // a row came from it
 	row    confRow
-	told   uint64        // the latest change that concerns it
-	frozen time.Duration // sent, when we froze it
-	grant  time.Duration // own clock: what it confirmed under the newest configuration
+	told   uint64        // number of the latest change that concerns it
+	frozen time.Duration // the value of sent when it was frozen
+	grant  time.Duration // the latest instant, by our clock, that it confirmed under the newest configuration
 }
 
-// confPull is a document that is being fetched.
+// confPull is the fetch of a document.
 type confPull struct {
 	want
 
-	from *confPeer // nil if nothing is
+	from *confPeer // nil if there is no fetch
 	buf  []byte
-	at   time.Duration // last progress
+	at   time.Duration // when the latest piece came
 }
 
-// NewConfigurator is the part of an incarnation that begins now and knows nothing yet. The
+// NewConfigurator returns the part of an incarnation that begins now and knows nothing yet. The
 // errors are [ErrConfig].
 func NewConfigurator(self crdt.Replica, cfg ConfiguratorConfig, applier Applier, now time.Duration) (*Configurator, error) {
 	var w checks
@@ -275,7 +275,7 @@ func NewConfigurator(self crdt.Replica, cfg ConfiguratorConfig, applier Applier,
 	}, nil
 }
 
-// known is the newest number, 0 if there is none.
+// known is the number of the newest known configuration, 0 if there is none.
 func (c *Configurator) known() uint64 {
 	if c.doc == nil {
 		return 0
@@ -283,7 +283,7 @@ func (c *Configurator) known() uint64 {
 	return c.doc.number()
 }
 
-// complete is the base of the chain, 0 before there is one.
+// complete is the number of the last complete configuration, 0 if there is none.
 func (c *Configurator) complete() uint64 {
 	if len(c.chain) == 0 {
 		return 0
@@ -293,8 +293,8 @@ func (c *Configurator) complete() uint64 {
 
 func majorityOf(members []escrow.Member) int { return len(members)/2 + 1 }
 
-// tell makes a change that concerns f, so that a packet goes there at once. All
-// others learn of it with the next keep-alive.
+// tell counts a change that concerns f, so that a packet goes to it at once. All other peers learn
+// of it with the next keep-alive.
 func (c *Configurator) tell(f *confPeer) {
 	if f != nil {
 		c.seq++
@@ -307,7 +307,7 @@ func (c *Configurator) tellAll() {
 	c.shared, c.toldAt = c.seq, c.ticked
 }
 
-// learnLocked takes in a document that is newer than what is known.
+// learnLocked takes a document in that is newer than the known one.
 func (c *Configurator) learnLocked(now time.Duration, d *document, from *confPeer) {
 	if d.number() <= c.known() {
 		return
@@ -331,7 +331,7 @@ func (c *Configurator) learnLocked(now time.Duration, d *document, from *confPee
 	c.votersLocked(now, from)
 }
 
-// renewLocked makes a document the newest, and ends what was about the one before.
+// renewLocked makes a document the newest, and ends everything that was about the one before.
 func (c *Configurator) renewLocked(d *document, digest uint64) {
 	c.doc, c.digest = d, digest
 	c.fails, c.retryAt, c.wanted, c.behind = 0, 0, never, never
@@ -347,7 +347,7 @@ func (c *Configurator) renewLocked(d *document, digest uint64) {
 	}
 }
 
-// adoptLocked puts a stage at the end of the chain. The first is complete.
+// adoptLocked puts a stage at the end of the chain. The first stage is complete.
 func (c *Configurator) adoptLocked(now time.Duration, s stage, from string) {
 	l := &chained{stage: s, from: from}
 	first := len(c.chain) == 0
@@ -363,8 +363,8 @@ func (c *Configurator) adoptLocked(now time.Duration, s stage, from string) {
 			c.gone[e.name] = r
 		}
 		if c.cfg.OnSilence == escrow.Majority {
-			// Who left by itself may die before it says that it has applied this. It mints no
-			// longer than who was evicted: see configurator_lease.go.
+			// A member that left may die before it says that it has applied this. It mints no
+			// longer than an evicted member: see configurator_lease.go.
 			for _, m := range before.Roster.Members {
 				if memberIndex(s.Roster.Members, m.Name) < 0 && c.gone[m.Name].number != s.Number {
 					c.gone[m.Name] = release{s.Number, now + fenced(c.cfg.Lease)}
@@ -381,7 +381,7 @@ func (c *Configurator) adoptLocked(now time.Duration, s stage, from string) {
 	}
 }
 
-// votersLocked ends the taking in of stages: the roster is another.
+// votersLocked is called after new stages were adopted. It follows the new roster.
 func (c *Configurator) votersLocked(now time.Duration, from *confPeer) {
 	before, weight := c.voter >= 0, 0
 	if before {
@@ -398,7 +398,7 @@ func (c *Configurator) votersLocked(now time.Duration, from *confPeer) {
 		c.leftAt = c.known()
 	default:
 		c.evicted = c.known()
-		if !c.cfg.Static { // it runs, so it asks for its share again
+		if !c.cfg.Static { // it still runs, so it asks for its share again
 			c.joining, c.weight = true, weight
 		}
 	}
@@ -423,7 +423,7 @@ func (c *Configurator) votersLocked(now time.Duration, from *confPeer) {
 	}
 }
 
-// voterLocked voters the members of a new roster.
+// voterLocked makes voters from the members of a new roster.
 func (c *Configurator) voterLocked(now time.Duration, members []escrow.Member) {
 	since := make(map[string]time.Duration, len(c.voters))
 	for i := range c.voters {
@@ -446,14 +446,14 @@ func (c *Configurator) voterLocked(now time.Duration, members []escrow.Member) {
 	c.voter = memberIndex(members, c.self.Name)
 }
 
-// lacksLocked tells whether a configuration waits for a name that the newest roster has no
-// more: it left, and may have died before it said that it keeps within that configuration.
+// lacksLocked tells whether a configuration waits for a name that is not in the newest roster. It
+// left, and may have died before it said that it keeps within that configuration.
 func (c *Configurator) lacksLocked(name string) bool {
 	return memberIndex(c.doc.newest().Roster.Members, name) < 0 &&
 		slices.ContainsFunc(c.chain, func(l *chained) bool { return slices.Contains(l.lacking, name) })
 }
 
-// completeToLocked moves on to a number that is known to be complete.
+// completeToLocked moves the chain on to a number that is known to be complete.
 func (c *Configurator) completeToLocked(now time.Duration, number uint64) {
 	before := c.complete()
 	for len(c.chain) > 1 && c.chain[1].Number <= number {
@@ -462,7 +462,7 @@ func (c *Configurator) completeToLocked(now time.Duration, number uint64) {
 	c.completedLocked(now, before, false)
 }
 
-// completeLocked moves on to the latest configuration that all losers have applied.
+// completeLocked moves the chain on to the latest configuration that all losers have applied.
 func (c *Configurator) completeLocked(now time.Duration) {
 	before := c.complete()
 	for len(c.chain) > 1 {
@@ -478,8 +478,8 @@ func (c *Configurator) completeLocked(now time.Duration) {
 	c.completedLocked(now, before, true)
 }
 
-// completedLocked says that more is complete than before; found, that it was us who
-// found out.
+// completedLocked acts if more is complete than before. found says that this process found that out
+// by itself.
 func (c *Configurator) completedLocked(now time.Duration, before uint64, found bool) {
 	if c.complete() == before {
 		return
@@ -497,12 +497,12 @@ func (c *Configurator) completedLocked(now time.Duration, before uint64, found b
 		}
 	}
 	if found && c.chain[0].from == "" {
-		c.tellAll() // the others tell with the next keep-alive
+		c.tellAll() // a process that got the configuration from a peer tells with the next keep-alive
 	}
 }
 
-// keepsLocked tells whether the name uses no more than it has in a configuration: by its
-// own word, or because it was evicted there or later.
+// keepsLocked tells whether a name uses no more than its share in a configuration: by its own
+// report, or because that one or a later one is without it (see gone) and its share is free.
 func (c *Configurator) keepsLocked(now time.Duration, name string, number uint64) bool {
 	if name == c.self.Name && c.own >= number || c.applied[name] >= number {
 		return true
@@ -518,7 +518,7 @@ func (c *Configurator) pollLocked() {
 	}
 	a := min(c.applier.Applied(), c.known())
 	if c.cfg.Static {
-		a = min(a, c.loaded) // what would not be there after a restart is no word
+		a = min(a, c.loaded) // a restart would forget the rest, so it must not be reported
 	}
 	if a <= c.own {
 		return
@@ -554,7 +554,7 @@ func (c *Configurator) tickLocked(now time.Duration) {
 	c.wantLocked(now)
 }
 
-// Wake is when Tick wants to be called next.
+// Wake is when Tick must be called next.
 func (c *Configurator) Wake() time.Duration {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -564,7 +564,7 @@ func (c *Configurator) Wake() time.Duration {
 	return c.ticked + min(idleTick, c.cfg.Lease/16, c.cfg.Batch)
 }
 
-// activeLocked tells whether something is under way.
+// activeLocked tells whether a change is under way.
 func (c *Configurator) activeLocked() bool {
 	return len(c.chain) > 1 || c.own < c.known() || c.pull.from != nil || c.wanted != never || len(c.wishes) > 0 || c.sent != nil || c.behind != never
 }
@@ -586,7 +586,7 @@ func (c *Configurator) settleLocked(now time.Duration) {
 	c.leaseLocked(now)
 }
 
-// vouchedLocked tells whether the peers' word stands in for the register's.
+// vouchedLocked tells whether the peers' reports replace a read of the register.
 func (c *Configurator) vouchedLocked(now time.Duration) bool {
 	if c.away == nil || now-c.start < nearby {
 		return false
@@ -605,11 +605,12 @@ func (c *Configurator) vouchedLocked(now time.Duration) bool {
 	return settled && !slices.ContainsFunc(c.list, func(f *confPeer) bool { return f.row.known > c.known() })
 }
 
-// Join asks for a share of the given weight, in [1, 1000000]. Somebody writes it once
-// the applier of this incarnation keeps within the newest configuration; Status tells when it is a
-// member. Before its applier does, which a limiter's take 1.011 s for, a share would be taken
-// from the others and minted by nobody. Asking twice is asking once, with the later
-// weight. The errors are [ErrConfig] and [ErrMember].
+// Join asks for a share of the given weight, in [1, 1000000]. Status tells when it is a member.
+// Asking twice is asking once, with the later weight. The errors are [ErrConfig] and [ErrMember].
+//
+// It is written once the applier of this incarnation keeps within the newest configuration. A
+// limiter takes 1.011 s for that. If it were written earlier, a share would be taken from the
+// others and minted by no process.
 func (c *Configurator) Join(now time.Duration, weight int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -629,9 +630,9 @@ func (c *Configurator) Join(now time.Duration, weight int) error {
 	return nil
 }
 
-// Leave asks for a roster without this process. It stops minting when that is
-// written; see [Configurator.Left]. The last member that mints cannot leave. The
-// error is [ErrMember], also where the configuration is static.
+// Leave asks for a roster without this process. It stops minting when that is written; see
+// [Configurator.Left]. The last member that mints cannot leave. The error is [ErrMember], also with
+// a static configuration.
 func (c *Configurator) Leave(now, deadline time.Duration) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -645,7 +646,7 @@ func (c *Configurator) Leave(now, deadline time.Duration) error {
 		return fmt.Errorf("%w: %q is the last that mints", ErrMember, c.self.Name)
 	}
 	if c.joining {
-		c.lingers = now + nearby // a write that voters it may be under way
+		c.lingers = now + nearby // a write that makes it a member may be under way
 	}
 	c.joining, c.leaving, c.deadline = false, true, deadline
 	c.tellAll()
@@ -653,11 +654,13 @@ func (c *Configurator) Leave(now, deadline time.Duration) error {
 	return nil
 }
 
-// Left tells whether the leaver may end: all members that it hears, one at least, know
-// that it mints no more. One that was still joining waits for a second, in which others may
-// have made it a member. At the deadline it is true whatever the others know, with an
-// error that is [ErrBusy] if they do not; then the share is stranded until the name is
-// back or evicted, or, with [escrow.Majority], its lease is over.
+// Left tells whether a leaving process may end: all members that it hears, at least one, know that
+// it mints no more. A process that was still joining waits for a second: others may have made it a
+// member meanwhile.
+//
+// At the deadline Left is true in any case. If the others do not know, the error is [ErrBusy]. Then
+// the share is stranded until the name is back or evicted, or, with [escrow.Majority], until its
+// lease is over.
 func (c *Configurator) Left(now time.Duration) (bool, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -677,9 +680,9 @@ func (c *Configurator) Left(now time.Duration) (bool, error) {
 	}
 }
 
-// leftLocked tells whether those who stay and are heard know that the configuration without
-// us is complete. That we know it is not enough: of many who leave at once each has
-// heard all the others, who end, and those who stay may have missed one of them.
+// leftLocked tells whether the heard members that stay know that the configuration without us is
+// complete. It is not enough that we know it. If many leave at once, each has heard all the others.
+// These then end, and a member that stays may have missed one of them.
 func (c *Configurator) leftLocked(now time.Duration) bool {
 	known := false
 	for i := range c.voters {
@@ -695,9 +698,8 @@ func (c *Configurator) leftLocked(now time.Duration) bool {
 	return known
 }
 
-// Rejoin goes on as another incarnation of the same name: to its peers this process has
-// started again. With escrow.Majority somebody must admit it again before it confirms
-// leases.
+// Rejoin goes on as another incarnation of the same name: for its peers this process has restarted.
+// With escrow.Majority a writer must admit it again before it confirms leases.
 func (c *Configurator) Rejoin(now time.Duration, self crdt.Replica) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

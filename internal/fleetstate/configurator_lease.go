@@ -10,34 +10,42 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/escrow"
 )
 
-// With [escrow.Majority] a process mints only under grants. The claim: when a document
-// that evicts X for silence is written at t, X has stopped, or knows of it, at
-// t + Lease(1+500 ppm).
+// With [escrow.Majority] a process mints only under grants. The claim: if a document that evicts X
+// for silence is written at t, then X has stopped, or knows of the document, at t + Lease(1+500
+// ppm).
 //
-// The rules. A document lists, for each name, the one incarnation that may confirm: a
-// new incarnation has itself admitted by a write. An incarnation confirms under document k if
-// it knows k and k lists it. X mints until s + Lease, where a majority of roster k has
-// confirmed, under k, what X sent at s or later. Who has not heard X for Silent freezes it: it
-// confirms nothing of X any more until it knows a newer document. X is evicted by a document
-// number e only if, of the roster of each stage that the document carries, a majority knows
-// e-1 and has frozen X. And a stage is complete, so that later documents do not carry it, only
-// when a majority of the roster before it knows of it.
+// The rules:
 //
-// Let X know k < e. If a stage after k was complete at t, a majority of roster k knew
-// of a later one before t, and confirmed nothing under k from then on. Otherwise roster k is
-// one of those of which a majority had frozen X, or knew of a later document, before
-// t. In both cases any majority that confirms under k has a name in common with that one,
-// which is not X. It is the same incarnation, since k lists one of each name, and an
-// incarnation that starts later reads what was written before, or is not listed. So it
-// confirmed what X had sent before t. When X learns k+1, grants count anew, and what it had by
-// the old ones ends before t + Lease as well.
+//   - A document lists, for each name, the one incarnation that may confirm. A new incarnation has
+//     itself admitted by a write.
+//   - An incarnation confirms under document k if it knows k and k lists it.
+//   - X mints until s + Lease, if a majority of roster k has confirmed, under k, what X sent at s
+//     or later.
+//   - An incarnation that has not heard X for Silent freezes X: it confirms nothing of X any more
+//     until it knows a newer document.
+//   - A document number e may evict X only if, of the roster of each stage that the document
+//     carries, a majority knows e-1 and has frozen X.
+//   - A stage is complete, so that later documents do not carry it, only when a majority of the
+//     roster before it knows of it.
 //
-// Nobody uses the share before Lease·(1+2·500 ppm) + 10 ms by its own clock have
-// passed since it learned of the document. A process or machine that stands still
-// between a look at the clock and an admission is outside of this.
+// The proof. Let X know k < e. There are two cases. If a stage after k was complete at t, a
+// majority of roster k knew of a later one before t, and confirmed nothing under k from then on.
+// Otherwise roster k is one of those of which a majority had frozen X, or knew of a later document,
+// before t.
 //
-// Who froze X and hears it again asks for a newer document, which may change nothing.
-// Who cannot reach the register freezes nobody: while it is away, nothing changes.
+// In both cases any majority that confirms under k has a name in common with that one, which is not
+// X. It is the same incarnation, since k lists one of each name, and an incarnation that starts
+// later reads what was written before, or is not listed. So it confirmed what X had sent before t.
+// When X learns k+1, grants count anew, and what it had by the old ones ends before t + Lease as
+// well.
+//
+// No member uses the share until Lease·(1+2·500 ppm) + 10 ms have passed by its own clock since it
+// learned of the document. The claim does not cover a process or machine that stands still between
+// a look at the clock and an admission.
+//
+// A process that froze X and hears X again asks for a newer document, which may change nothing. A
+// process that cannot reach the register freezes no member: while the register is away, nothing
+// changes.
 
 // mayConfirm tells whether this incarnation confirms leases under the newest document.
 func (c *Configurator) mayConfirm() bool {
@@ -48,12 +56,12 @@ func (c *Configurator) mayConfirm() bool {
 	return ok && at == c.self.Incarnation
 }
 
-// unlisted tells whether this incarnation wants to be admitted.
+// unlisted tells whether this incarnation needs a document that lists it.
 func (c *Configurator) unlisted() bool {
 	return c.cfg.OnSilence == escrow.Majority && c.voter >= 0 && c.settled && !c.leaving && !c.mayConfirm()
 }
 
-// grantTo is the newest stamp of f that we confirm for minting, 0 if there is none.
+// grantTo returns the newest stamp of f that we confirm for minting, 0 if there is none.
 func (c *Configurator) grantTo(f *confPeer) time.Duration {
 	if !c.mayConfirm() || f.voter < 0 {
 		return 0
@@ -64,7 +72,7 @@ func (c *Configurator) grantTo(f *confPeer) time.Duration {
 	return f.sent
 }
 
-// takeGrant notes what a row confirms.
+// takeGrant notes the stamp that the row of f confirms.
 func (c *Configurator) takeGrant(now time.Duration, f *confPeer) {
 	if f.row.flags&confGrant == 0 || f.voter < 0 || f.row.grant > now {
 		return
@@ -74,7 +82,7 @@ func (c *Configurator) takeGrant(now time.Duration, f *confPeer) {
 	}
 }
 
-// leaseLocked says to the applier until when it may mint.
+// leaseLocked tells the applier until when it may mint.
 func (c *Configurator) leaseLocked(now time.Duration) {
 	if !c.settled || c.broken != nil {
 		return
@@ -110,7 +118,7 @@ func (c *Configurator) leaseLocked(now time.Duration) {
 	}
 }
 
-// silentLocked tells whether the member of a voter is not heard.
+// silentLocked tells whether a member is silent.
 func (c *Configurator) silentLocked(now time.Duration, s *confVoter) bool {
 	if s.name == c.self.Name {
 		return false
@@ -122,7 +130,7 @@ func (c *Configurator) silentLocked(now time.Duration, s *confVoter) bool {
 	return now-since >= c.cfg.Silent
 }
 
-// freezeLocked freezes who is silent.
+// freezeLocked freezes the silent members.
 func (c *Configurator) freezeLocked(now time.Duration) {
 	if !c.mayConfirm() || c.away != nil {
 		return
@@ -138,7 +146,7 @@ func (c *Configurator) freezeLocked(now time.Duration) {
 	}
 }
 
-// thawsLocked tells whether somebody is heard that we froze.
+// thawsLocked tells whether a member is heard that this process froze.
 func (c *Configurator) thawsLocked(now time.Duration) bool {
 	for name := range c.frozen {
 		if f := c.peers[name]; f != nil && f.met && now-f.heard < c.cfg.Silent/2 {
@@ -148,7 +156,7 @@ func (c *Configurator) thawsLocked(now time.Duration) bool {
 	return false
 }
 
-// condemnedLocked tells whether enough have frozen a name to evict it.
+// condemnedLocked tells whether enough members have frozen a name to evict it.
 func (c *Configurator) condemnedLocked(name string) bool {
 	if !c.frozen[name] || !c.mayConfirm() {
 		return false
@@ -172,9 +180,9 @@ func (c *Configurator) condemnedLocked(name string) bool {
 	return true
 }
 
-// spreadLocked tells whether enough of a roster know of a number: a majority, for
-// escrow.Majority. In a static fleet it is all who are heard, so that nobody grows while
-// another has something else by that number.
+// spreadLocked tells whether enough members of a roster know of a number. With escrow.Majority that
+// is a majority. In a static fleet it is all that are heard: no member may grow while another has a
+// different configuration of that number.
 func (c *Configurator) spreadLocked(now time.Duration, members []escrow.Member, number uint64) bool {
 	n := 0
 	for _, m := range members {

@@ -13,8 +13,8 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/escrow"
 )
 
-// Mark is the number of the latest change that concerns a peer. Mark, Delta,
-// Merge and Gone are what a gossip session asks of a section.
+// Mark returns the number of the latest change that concerns a peer. A gossip session calls Mark,
+// Delta, Merge and Gone of each section.
 func (c *Configurator) Mark(to crdt.Replica) uint64 {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -28,16 +28,17 @@ func (c *Configurator) markLocked(to crdt.Replica) uint64 {
 	return c.shared
 }
 
-// Counted rises whenever the mark for any peer does; see gossip.Counter.
+// Counted returns a number that rises whenever the mark for any peer does; see gossip.Counter.
 func (c *Configurator) Counted() uint64 {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.seq
 }
 
-// Keeps tells whether a peer must be heard all the time: while a change is under way,
-// since much of it travels with keep-alives, but not for ever if it waits for a process
-// that is gone; and where leases depend on it. See gossip.Keeper.
+// Keeps tells whether a peer must be heard all the time; see gossip.Keeper. It must be if leases
+// depend on it. It must be while a change is under way, because much of a change is told with
+// keep-alives. This ends after a while, or a change that waits for a dead process would keep it
+// forever.
 func (c *Configurator) Keeps(to crdt.Replica) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -47,16 +48,16 @@ func (c *Configurator) Keeps(to crdt.Replica) bool {
 	case c.activeLocked() || !c.settled || c.leaving:
 		return c.ticked-c.toldAt < underWay
 	}
-	return c.ticked-c.doneAt < nearby // that it is complete travels with keep-alives, too
+	return c.ticked-c.doneAt < nearby // keep-alives also tell that a change is complete
 }
 
-// underWay is for how long after the latest thing to tell a change is looked at often,
-// and its peers are kept.
+// underWay is how long after the latest news a change is looked at often, and its peers must be
+// heard.
 const underWay = 10 * time.Second
 
-// Delta appends this process's row, and a piece of the document that the peer wants.
-// A room of 512 bytes always makes progress; with less than the row takes it
-// appends nothing. With nothing new it appends the row, which renews grants.
+// Delta appends this process's row, and a piece of the document that the peer wants. A room of 512
+// bytes always makes progress. With less room than the row takes it appends nothing. Without news
+// it appends the row, which renews grants.
 func (c *Configurator) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -109,14 +110,14 @@ func (c *Configurator) Delta(now time.Duration, b []byte, to crdt.Replica, since
 	return b, max(since, mark)
 }
 
-// pieceLocked is what is wanted, as far as there is room.
+// pieceLocked returns the wanted piece, as far as there is room.
 func (c *Configurator) pieceLocked(w want, room int) piece {
 	if c.doc == nil || w.number != c.known() || room < leastPiece {
 		return piece{}
 	}
 	digest := digestOf(c.doc.bytes)
 	if w.digest != digest {
-		w.offset = 0 // it was begun with another one's
+		w.offset = 0 // the fetch began with another document
 	}
 	if w.offset >= len(c.doc.bytes) {
 		return piece{}
@@ -125,9 +126,9 @@ func (c *Configurator) pieceLocked(w want, room int) piece {
 	return piece{number: w.number, digest: digest, total: len(c.doc.bytes), offset: w.offset, data: data[:min(len(data), room)]}
 }
 
-// Merge takes in what a peer's Delta appended. It is commutative and idempotent.
-// The errors are [ErrMalformed], [ErrFleet], [ErrDiffers] and [ErrSelf], and then
-// nothing was taken in; Status counts them.
+// Merge takes in the output of a peer's Delta. It is commutative and idempotent. The errors are
+// [ErrMalformed], [ErrFleet], [ErrDiffers] and [ErrSelf], and then nothing was taken in. Status
+// counts [ErrFleet] as Foreign and [ErrDiffers] as Differing.
 func (c *Configurator) Merge(contact crdt.Contact, b []byte) error {
 	if contact.From == c.self {
 		return ErrSelf
@@ -143,11 +144,11 @@ func (c *Configurator) Merge(contact crdt.Contact, b []byte) error {
 		return fmt.Errorf("%w: of %v", ErrFleet, contact.From)
 	}
 	if contact.From.Name == c.self.Name || s.incarnation != c.self.Incarnation {
-		return nil // another incarnation of one of us, or for one
+		return nil // from another incarnation of this name, or for one
 	}
 	f := c.peerLocked(contact.From)
 	if f == nil {
-		return nil // of an earlier incarnation
+		return nil // from an earlier incarnation
 	}
 	now := contact.Now
 	if s.known > 0 && s.known == c.known() && s.digest != c.digest {
@@ -165,8 +166,8 @@ func (c *Configurator) Merge(contact crdt.Contact, b []byte) error {
 		c.conflict = nil
 	}
 	f.heard = max(f.heard, now)
-	if contact.Sent > f.sent || !f.met { // else repeated or overtaken: the row that came says it all
-		f.heard = now + contact.Rest // until then nothing need come
+	if contact.Sent > f.sent || !f.met { // else the packet was repeated or overtaken
+		f.heard = now + contact.Rest // before that no packet need come
 		c.rowInLocked(now, contact.Sent, f, s)
 	}
 	if s.flags&confPiece != 0 {
@@ -176,7 +177,7 @@ func (c *Configurator) Merge(contact crdt.Contact, b []byte) error {
 	return nil
 }
 
-// rowInLocked takes in a row of f that is newer than what is known of it.
+// rowInLocked takes in a row of f that is newer than the known one.
 func (c *Configurator) rowInLocked(now, sent time.Duration, f *confPeer, s *confRow) {
 	wanted, frozen := f.row.want, f.row.frozen
 	f.sent, f.row, f.met = sent, *s, true
@@ -197,10 +198,10 @@ func (c *Configurator) rowInLocked(now, sent time.Duration, f *confPeer, s *conf
 	c.readLocked(now, f)
 }
 
-// takeWord notes what f says that it has applied, as far as we know the configurations, and
-// tells whether that is news. It counts for the name, whichever incarnation said it; so what
-// an incarnation that is over said of a configuration that we did not know then must not count: its
-// successor may have heard from us that there is none.
+// takeWord notes the newest configuration that f says it has applied, and tells whether that is
+// news. It counts for the name, in any incarnation. It does not count above the newest number that
+// we know. Otherwise a report of an ended incarnation could count for a configuration that its
+// successor does not know: we told the successor that there is none.
 func (c *Configurator) takeWord(f *confPeer) bool {
 	applied := min(f.row.applied, c.known())
 	if applied <= c.applied[f.id.Name] {
@@ -210,7 +211,8 @@ func (c *Configurator) takeWord(f *confPeer) bool {
 	return true
 }
 
-// peerLocked is the incarnation's, opened if need be; nil if a later one is known.
+// peerLocked returns the peer of an incarnation, and makes it if needed; nil if a later incarnation
+// is known.
 func (c *Configurator) peerLocked(id crdt.Replica) *confPeer {
 	f := c.peers[id.Name]
 	switch {
@@ -247,14 +249,14 @@ func (c *Configurator) dropLocked(f *confPeer) {
 	c.list = slices.DeleteFunc(c.list, func(o *confPeer) bool { return o == f })
 }
 
-// readLocked does what a row of f asks for.
+// readLocked does what the row of f asks for.
 func (c *Configurator) readLocked(now time.Duration, f *confPeer) {
 	switch {
 	case f.row.known > c.known() && (c.cfg.Static || c.away != nil || !c.read):
 		c.fetchLocked(now, f)
 	case f.row.known > c.known():
 		if c.behind == never {
-			c.behind = now // the register tells it, as a rule
+			c.behind = now // usually the register brings it
 		}
 	case c.olderLocked(f):
 		c.fetchLocked(now, f)
@@ -277,7 +279,7 @@ func (c *Configurator) fetchLocked(now time.Duration, f *confPeer) {
 	c.tell(f)
 }
 
-// refetchLocked turns to another one when a document does not come.
+// refetchLocked asks another peer when a document does not come.
 func (c *Configurator) refetchLocked(now time.Duration) {
 	switch {
 	case c.pull.from != nil && now-c.pull.at < pullTimeout:
@@ -298,20 +300,20 @@ func (c *Configurator) refetchLocked(now time.Duration) {
 		}
 	}
 	if next == nil {
-		c.behind = never // nobody is there who has it
+		c.behind = never // no peer that is heard has it
 		return
 	}
 	c.fetchLocked(now, next)
 }
 
-// pieceInLocked takes in a piece of what is being fetched.
+// pieceInLocked takes in a piece of the document that is being fetched.
 func (c *Configurator) pieceInLocked(now time.Duration, f *confPeer, in *piece) {
 	p := &c.pull
 	if p.from != f || in.number != p.number || p.digest != 0 && in.digest != p.digest && in.offset != 0 {
 		return
 	}
 	if in.digest != p.digest {
-		p.buf, p.offset = p.buf[:0], 0 // it is another one by now
+		p.buf, p.offset = p.buf[:0], 0 // the peer has another document by now
 	}
 	if in.offset != p.offset {
 		return
@@ -340,7 +342,7 @@ func (c *Configurator) pieceInLocked(now time.Duration, f *confPeer, in *piece) 
 	}
 }
 
-// Gone says that a peer's incarnation is over for good. What it applied stays applied.
+// Gone says that a peer's incarnation has ended for good. What it applied stays applied.
 func (c *Configurator) Gone(_ time.Duration, peer crdt.Replica) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -12,32 +12,32 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/escrow"
 )
 
-// Without a register an operator is the sequencer: each process is given numbered
-// configurations, from a file or its configuration. Nothing is written or decided. A process
-// that hears of a newer configuration uses at once the smaller of its shares, but says only of
-// what it has loaded itself that it has applied it: a restart would forget the rest. So a
-// configuration is complete, and who gains by it grows, when all who lose have loaded it.
+// Without a register an operator orders the configurations: each process is given numbered ones,
+// from a file or its settings. No process writes or decides. A process that hears of a newer
+// configuration uses at once the smaller of its shares. But it reports only its own loaded
+// configuration as applied, because a restart would forget the rest. So a configuration is
+// complete, and members that gain by it grow, when all members that lose have loaded it.
 //
-// An incarnation that begins takes in what its peers know, so that it keeps within what is in
-// force, and mints when it has heard all other members, or a second later: who starts
-// cut off from all others mints its share of what it has loaded.
+// An incarnation that begins takes in what its peers know, so that it keeps within the
+// configurations in force. It mints when it has heard all other members, or after a second. So a
+// process that starts cut off from all others mints its share of its loaded configuration.
 //
-// A name that a newer configuration leaves out is one of which the operator says that it does
-// not mint: nobody waits for it.
+// If a newer configuration leaves out a name, the operator vouches that this process does not mint.
+// No process waits for it.
 //
-// Two different configurations of one number are the operator's mistake. Each process refuses
-// the other one, and says so. Where both know a configuration before it they keep within that
-// one. Where there is none before it, the configuration of those who mint already stays in
-// force, or else that with the lower rate; who holds the other one only borrows.
+// Two different configurations of one number are the operator's mistake. Each process refuses the
+// other one, and reports that. If both processes know a configuration before it, they keep within
+// that one. If there is none, the configuration of the processes that already mint stays in force,
+// or else the one with the lower rate. A process with the other one only borrows.
 
 func errStatic() error {
 	return fmt.Errorf("%w: the configuration is static: raise its number by one, and load it into each process", ErrMember)
 }
 
-// Load takes in the operator's configuration of a number, in a static configuration. Numbers
-// rise with each change, by one: of a number that leaves others out a limiter uses nothing
-// until it is complete. The same again changes nothing. The errors are [ErrConfig], and
-// [ErrDiffers] if another configuration is known by that number; then nothing was taken in.
+// Load takes in the operator's configuration of a number, if the configuration is static. Raise the
+// number by one with each change: if a number was skipped, a limiter uses nothing until the
+// configuration is complete. Loading the same again changes nothing. The errors are [ErrConfig],
+// and [ErrDiffers] if another configuration is known by that number; then nothing was taken in.
 func (c *Configurator) Load(now time.Duration, number uint64, configuration escrow.Configuration) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -71,7 +71,7 @@ func (c *Configurator) Load(now time.Duration, number uint64, configuration escr
 	return nil
 }
 
-// stagesLocked are those that are known.
+// stagesLocked returns the known stages.
 func (c *Configurator) stagesLocked() []stage {
 	if c.doc == nil {
 		return nil
@@ -79,7 +79,7 @@ func (c *Configurator) stagesLocked() []stage {
 	return c.doc.stages
 }
 
-// extendLocked adds stages that are newer than what is known.
+// extendLocked adds stages that are newer than the known ones.
 func (c *Configurator) extendLocked(now time.Duration, stages []stage, from *confPeer) {
 	if !c.settled {
 		c.draft = append(c.draft, stages...)
@@ -97,7 +97,7 @@ func (c *Configurator) extendLocked(now time.Duration, stages []stage, from *con
 	c.votersLocked(now, from)
 }
 
-// outOf is a stage with those whom it leaves out.
+// outOf returns a stage with the names that it leaves out, as evictions.
 func (c *Configurator) outOf(before, s stage) stage {
 	var out []eviction
 	for _, m := range before.Roster.Members {
@@ -108,7 +108,7 @@ func (c *Configurator) outOf(before, s stage) stage {
 	return newStage(s.Configuration, out)
 }
 
-// publishLocked makes the chain the document that peers may fetch.
+// publishLocked makes the chain the document that peers can fetch.
 func (c *Configurator) publishLocked() {
 	stages := make([]stage, len(c.chain))
 	for i, l := range c.chain {
@@ -119,28 +119,28 @@ func (c *Configurator) publishLocked() {
 
 func (c *Configurator) publishStagesLocked(stages []stage) {
 	d := &document{fleet: c.cfg.Fleet, stages: slices.Clone(stages)}
-	// The newest one by itself says whether two processes have loaded the same.
+	// The digest of the newest stage alone shows whether two processes have loaded the same.
 	if d.encode(); len(d.bytes) > maxDocument {
 		d = c.documentOf(*d.newest())
 	}
 	c.renewLocked(d, loadedDigest(d.newest().Configuration))
 }
 
-// documentOf is the document of one stage, without those whom it leaves out: a reader finds
-// them by what it knows.
+// documentOf returns a document of one stage, without the names that it leaves out: a reader finds
+// them from its own stages.
 func (c *Configurator) documentOf(s stage) *document {
 	d := &document{fleet: c.cfg.Fleet, stages: []stage{newStage(s.Configuration, nil)}}
 	d.encode()
 	return d
 }
 
-// loadedDigest tells two configurations of one number apart, and which of them has the lower
-// rate: that is its upper half, and a hash of everything its lower one.
+// loadedDigest tells two configurations of one number apart. Its upper half orders them by rate;
+// its lower half is a hash of everything.
 func loadedDigest(c escrow.Configuration) uint64 {
 	return math.Float64bits(c.Limit.Rate)>>32<<32 | newStage(c, nil).digest>>32
 }
 
-// redraftLocked publishes what an incarnation that begins has gathered.
+// redraftLocked publishes the draft of an incarnation that begins.
 func (c *Configurator) redraftLocked() {
 	slices.SortFunc(c.draft, func(a, b stage) int {
 		if a.Number < b.Number {
@@ -153,13 +153,13 @@ func (c *Configurator) redraftLocked() {
 	c.tellAll()
 }
 
-// olderLocked tells whether f, with an older configuration than ours, keeps to one of which a
+// olderLocked tells whether f, which has an older configuration than ours, keeps within one that an
 // incarnation that begins must know.
 func (c *Configurator) olderLocked(f *confPeer) bool {
 	return c.cfg.Static && !c.settled && len(c.draft) > 0 && f.row.flags&confSettled != 0 && f.row.complete < c.draft[0].Number && f.row.complete > 0
 }
 
-// mergeStaticLocked takes in what f knows.
+// mergeStaticLocked takes in the document of f.
 func (c *Configurator) mergeStaticLocked(now time.Duration, d *document, f *confPeer) {
 	if !c.settled {
 		for _, s := range d.stages {
@@ -167,7 +167,7 @@ func (c *Configurator) mergeStaticLocked(now time.Duration, d *document, f *conf
 				c.draft = append(c.draft, newStage(s.Configuration, nil))
 			}
 		}
-		if f.row.flags&confSettled != 0 { // what is complete there is in force no more
+		if f.row.flags&confSettled != 0 { // configurations before the complete one of f are no longer in force
 			base := d.stages[0].Number
 			newest := c.draft[0].Number
 			for _, s := range c.draft {
@@ -189,7 +189,7 @@ func (c *Configurator) mergeStaticLocked(now time.Duration, d *document, f *conf
 	}
 }
 
-// settleStaticLocked adopts what was gathered once everybody was heard.
+// settleStaticLocked adopts the draft once all members were heard.
 func (c *Configurator) settleStaticLocked(now time.Duration) {
 	if c.loaded == 0 || len(c.draft) == 0 || c.pull.from != nil {
 		return
@@ -207,7 +207,7 @@ func (c *Configurator) settleStaticLocked(now time.Duration) {
 	if slices.ContainsFunc(c.list, func(f *confPeer) bool {
 		return now-f.heard < nearby && (f.row.known > c.known() || c.olderLocked(f))
 	}) {
-		return // it is fetched
+		return // a fetch is still to come
 	}
 	draft := c.draft
 	c.draft, c.settled = nil, true

@@ -12,35 +12,35 @@ import (
 
 // ConfiguratorStatus is what one process knows about the fleet's configuration.
 type ConfiguratorStatus struct {
-	Configuration escrow.Configuration // the newest; number 0 if none is known
-	Complete      uint64               // the highest that all have applied who lost by it
-	Applied       uint64               // by this process
-	Loaded        uint64               // by an operator into this process, if the configuration is static
-	Members       []ConfigMember       // of the newest, by name
-	Log           []Record             // of the latest writes, oldest first
+	Configuration escrow.Configuration // the newest; its number is 0 if none is known
+	Complete      uint64               // the newest that all members have applied that lose by it
+	Applied       uint64               // the newest that this process has applied
+	Loaded        uint64               // the number that an operator loaded into this process, if static
+	Members       []ConfigMember       // the members of the newest, by name
+	Log           []Record             // the latest writes, oldest first
 
-	// Lacking are those who have not applied a configuration though their share shrank,
-	// by name: until they do, or are evicted, nobody uses what they gave up. While
-	// a cut is unheard, they admit by the larger limit.
+	// Lacking has the members that have not applied a configuration though their share shrank, by
+	// name. Until they do, or are evicted, no member uses what they gave up. If they have not heard
+	// of a lower limit, they admit by the larger one.
 	Lacking []string
 
-	// Settled says that this incarnation knows that its configuration is the newest, or was after
-	// its start. Before, it mints nothing.
+	// Settled says that this incarnation knows that its configuration is the newest, or was the
+	// newest after its start. Before that it mints nothing.
 	Settled  bool
 	Member   bool
 	Joining  bool
-	Leaving  bool          // and gone, when not Member
+	Leaving  bool          // it asked to leave; it has left if Member is false
 	Evicted  uint64        // the latest number by which this incarnation was evicted; 0 is none
-	Minting  time.Duration // until when the applier may mint; Unfenced is for ever
-	Requests int           // of this process, undecided
+	Minting  time.Duration // until when the applier may mint; Unfenced has no end
+	Requests int           // undecided requests of this process
 
 	Away      error         // why the register cannot be reached; nil if it can
-	Full      error         // why what members ask for is not written; nil if it can be
+	Full      error         // why the members' requests are not written; nil if they can be
 	Refused   error         // why the latest document was refused; nil if it was not
-	Foreign   uint64        // packets refused, of other fleets or policies
-	Differing uint64        // packets and documents refused, of another content for one number
-	Differs   *DiffersError // the latest of these, nil if there was none
-	Err       error         // of the applier, which refused a configuration
+	Foreign   uint64        // refused packets of other fleets or policies
+	Differing uint64        // refused packets and documents with another content for one number
+	Differs   *DiffersError // the latest of these differences, nil if there was none
+	Err       error         // the applier's error when it refused a configuration
 }
 
 // ConfigMember is a member as this process sees it.
@@ -48,13 +48,13 @@ type ConfigMember struct {
 	escrow.Member
 
 	Known   uint64        // the newest configuration it knows, 0 if nothing was heard
-	Applied uint64        // the highest that it keeps within
-	Loaded  uint64        // by an operator, if the configuration is static
-	Heard   time.Duration // since it was heard; -1 if it never was
+	Applied uint64        // the newest configuration that it keeps within
+	Loaded  uint64        // the number that an operator loaded into it, if static
+	Heard   time.Duration // how long ago it was heard; -1 if it never was
 	Settled bool          // it may mint
 }
 
-// Status describes it, for people and tests. It costs a copy of the roster.
+// Status describes the configuration, for people and tests. It copies the roster.
 func (c *Configurator) Status(now time.Duration) ConfiguratorStatus {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -82,7 +82,7 @@ func (c *Configurator) Status(now time.Duration) ConfiguratorStatus {
 	return s
 }
 
-// lackingLocked are those whom configurations wait for.
+// lackingLocked returns the names that configurations wait for.
 func (c *Configurator) lackingLocked(now time.Duration) (names []string) {
 	for i, l := range c.chain {
 		for _, name := range l.lacking {
@@ -95,8 +95,7 @@ func (c *Configurator) lackingLocked(now time.Duration) (names []string) {
 	return names
 }
 
-// Number is the newest configuration that is known, and the highest that is complete; 0 if
-// there is none.
+// Number returns the newest known number and the highest complete one; 0 if there is none.
 func (c *Configurator) Number() (newest, complete uint64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -10,25 +10,25 @@ import (
 	"time"
 )
 
-// What a section says to a peer is the sender's whole row, and a piece of a document
-// if the peer wants one:
+// A section sends a peer the whole row of the sender, and a piece of a document if the peer wants
+// one:
 //
 //	section  = version fleet incarnation known digest complete applied loaded flags
 //	           [weight] [frozen] [want] [grant] [piece]
 //	frozen   = count { voter }                   in the newest roster
-//	want     = number digest offset             digest 0: whichever there is
+//	want     = number digest offset              digest 0: any document of the number
 //	piece    = number digest total offset bytes
 //
-// Numbers are unsigned varints, digests and fleet eight bytes, version one, flags two. The
-// parts in brackets are there if their flag is, in the order of the flags.
+// Numbers are unsigned varints. Digests and fleet have eight bytes, version one, flags two. A part
+// in brackets is present if its flag is set, in the order of the flags.
 const (
 	configuratorVersion = 1
 
-	confSettled = 1 << 0 // I may mint
-	confAble    = 1 << 1 // I reach the register
+	confSettled = 1 << 0 // the sender may mint
+	confAble    = 1 << 1 // the sender reaches the register
 	confLeaving = 1 << 2
-	confUnlist  = 1 << 3 // my incarnation is not listed
-	confRenew   = 1 << 4 // I hear whom I froze
+	confUnlist  = 1 << 3 // the sender's incarnation is not listed
+	confRenew   = 1 << 4 // the sender hears a process that it froze
 	confJoining = 1 << 5
 	confFrozen  = 1 << 6
 	confWant    = 1 << 7
@@ -39,32 +39,32 @@ const (
 	maxFrozen = 64 // in one row
 
 	maxWant = 2*binary.MaxVarintLen64 + 8
-	// leastPiece is the least room for a piece's bytes that is worth a piece.
+	// leastPiece is the least room for which a piece is sent, in bytes.
 	leastPiece = 64
 	pieceFront = 4*binary.MaxVarintLen64 + 8
 
-	// maxConfRow is more than a row takes without a piece.
+	// maxConfRow is more than a row without a piece takes.
 	maxConfRow = 1 + 8 + 10 + 10 + 8 + 3*10 + 2 + 3 + 1 + 2*maxFrozen + maxWant + 10
 )
 
-// confRow is a process's row, as it travels.
+// confRow is a process's row as it is sent.
 type confRow struct {
 	fleet       uint64
-	incarnation uint64 // the receiver's
-	known       uint64 // the newest; 0 is none
-	digest      uint64 // of it
+	incarnation uint64 // the receiver's incarnation
+	known       uint64 // the newest number; 0 is none
+	digest      uint64 // digest of the newest document
 	complete    uint64
 	applied     uint64
-	loaded      uint64 // by an operator
+	loaded      uint64 // the number that an operator loaded
 	flags       uint64
-	weight      int   // joining
-	frozen      []int // voters
+	weight      int   // the weight asked for, with confJoining
+	frozen      []int // indexes of frozen members in the newest roster
 	want        want
 	grant       time.Duration
 	piece       piece
 }
 
-// appendConfRow writes all but the piece, whose flag is set with it.
+// appendConfRow writes a row without the piece.
 func appendConfRow(b []byte, s *confRow) []byte {
 	b = append(b, configuratorVersion)
 	b = binary.BigEndian.AppendUint64(b, s.fleet)
@@ -95,7 +95,7 @@ func appendConfRow(b []byte, s *confRow) []byte {
 	return b
 }
 
-// readConfRow reads all of b into s, or says what is wrong with it.
+// readConfRow reads all of b into s, or returns why it cannot.
 func readConfRow(b []byte, s *confRow) error {
 	r := read(b)
 	r.Uint("version", configuratorVersion, configuratorVersion)
@@ -152,7 +152,7 @@ type want struct {
 type piece struct {
 	number, digest uint64
 	total, offset  int
-	data           []byte // of the packet
+	data           []byte // part of the received packet
 }
 
 func appendPiece(b []byte, p *piece) []byte {

@@ -12,26 +12,27 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/escrow"
 )
 
-// A WriteResult is what became of a write.
+// A WriteResult is the outcome of a write.
 type WriteResult uint8
 
 const (
-	// Written is a document that has its number.
+	// Written means that the document has its number.
 	Written WriteResult = iota + 1
-	// NotWritten is one that was not written, and never will be. The number may be taken.
+	// NotWritten means that the document was not written, and never will be. The number may be
+	// taken.
 	NotWritten
-	// Unknown is one that is written, or not, or not yet.
+	// Unknown means that the document was written, or not, or not yet.
 	Unknown
 )
 
-// A wish is what an operator asked this process for. It changes one number, and is over
-// when that number is not the newest any more.
+// A wish is an operator's request to this process. It changes one number, and ends when that number
+// is not the newest any more.
 type wish struct {
 	ticket, number uint64
 	change         *Change
 	evict          string
 	who            string
-	ended          bool // nobody waits for it
+	ended          bool // the operator no longer waits for it
 }
 
 type outcome struct {
@@ -39,13 +40,13 @@ type outcome struct {
 	err    error
 }
 
-// sending is a write that the driver has, or of which it did not learn what became.
+// sending is a write that the driver does, or whose outcome is not known yet.
 type sending struct {
 	number, id uint64
-	ticket     uint64 // of the wish that it has; 0 is none
+	ticket     uint64 // ticket of the wish that the document makes; 0 if there is none
 	doc, noop  *document
-	out        bool // the driver has it
-	unknown    bool // an attempt may be on its way still
+	out        bool // the driver is doing the write
+	unknown    bool // an attempt may still be on its way
 }
 
 // ableLocked tells whether this process can write.
@@ -53,16 +54,16 @@ func (c *Configurator) ableLocked() bool {
 	return !c.cfg.Static && c.read && c.away == nil && c.broken == nil
 }
 
-// Read says what is in the register: 0 and nil is nothing. A number below what is known
-// changes nothing, and does not end that the register is away. The errors are
-// [ErrMalformed], [ErrFleet] and [ErrDiffers], and then nothing was taken in; Status has
-// the latest. The document must not change afterwards.
+// Read takes the newest document of the register; 0 and nil mean that it is empty. A number below
+// the known one changes nothing, and does not end that the register is away. The errors are
+// [ErrMalformed], [ErrFleet] and [ErrDiffers], and then nothing was taken in; Status has the
+// latest. The document must not change afterwards.
 func (c *Configurator) Read(now time.Duration, number uint64, b []byte) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	err := c.readInLocked(now, number, b)
-	// Less than what is known while it is away: it was wiped, is an older copy, or lags.
-	// That is no word of it yet.
+	// While the register is away, a number below the known one does not mean that it is back: it
+	// was wiped, is an older copy, or lags.
 	if c.refused = err; err == nil && (c.away == nil || number >= c.known()) {
 		if c.away != nil || !c.read {
 			c.away, c.read = nil, true
@@ -75,7 +76,7 @@ func (c *Configurator) Read(now time.Duration, number uint64, b []byte) error {
 
 func (c *Configurator) readInLocked(now time.Duration, number uint64, b []byte) error {
 	if number == 0 && c.doc == nil && !c.read {
-		// All of a fleet may begin at once. One writes first, as a rule.
+		// All processes of a fleet may begin at once. With this pause usually one writes first.
 		few := min(c.cfg.Patience, time.Duration(len(c.cfg.Initial.Roster.Members))*5*time.Millisecond)
 		c.retryAt = now + time.Duration(c.rand.Int64N(int64(few)+1))
 	}
@@ -102,8 +103,8 @@ func (c *Configurator) readInLocked(now time.Duration, number uint64, b []byte) 
 	return nil
 }
 
-// Away says that the register cannot be reached, and why, until Read is called. The
-// newest configuration stays in force; nothing is written.
+// Away says that the register cannot be reached, and why, until Read is called. The newest
+// configuration stays in force, and nothing is written.
 func (c *Configurator) Away(now time.Duration, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -120,10 +121,9 @@ func (c *Configurator) Away(now time.Duration, err error) {
 	c.tickLocked(now)
 }
 
-// Set asks for a change of limits, weights or fill of the configuration of a number: it is
-// made upon that one, or never. who is for the log. The ticket is for
-// [Configurator.Outcome]. The errors are [ErrConfig], [ErrMember], [ErrConflict] and
-// [ErrBusy]; then nothing was asked for.
+// Set asks for a change of limits, weights or fill. It changes the configuration of the given
+// number, or none. who is for the log, the ticket for [Configurator.Outcome]. The errors are
+// [ErrConfig], [ErrMember], [ErrConflict] and [ErrBusy]; then nothing was asked for.
 func (c *Configurator) Set(now time.Duration, number uint64, change Change, who string) (ticket uint64, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -136,11 +136,10 @@ func (c *Configurator) Set(now time.Duration, number uint64, change Change, who 
 	return c.wishLocked(now, wish{number: number, change: &change, who: who}), nil
 }
 
-// Evict frees the share of a member, or of one that left and that a configuration still waits
-// for, upon the configuration of a number or never: an operator's word that its process does
-// not mint. One that is alive behind a cut adds what its share mints until it hears of
-// it; then it asks for a share again. The ticket is for [Configurator.Outcome]. The errors
-// are those of Set.
+// Evict frees the share of a member, or of a process that left and that a configuration still waits
+// for. It changes the configuration of the given number, or none. The operator vouches that the
+// process does not mint. A process that is alive behind a cut adds what its share mints until it
+// hears of the eviction; then it asks for a share again. Ticket and errors are those of Set.
 func (c *Configurator) Evict(now time.Duration, number uint64, name, who string) (ticket uint64, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -173,9 +172,9 @@ func (c *Configurator) wishLocked(now time.Duration, w wish) uint64 {
 	return w.ticket
 }
 
-// Cancel ends a request: it is not made any more. One that a write is under way for may
-// have been made; Outcome says so once that is known. No request is made after its outcome
-// was an error, but for [ErrUnknown].
+// Cancel ends a request: it is not made any more. If a write for it is under way, it may have been
+// made; Outcome says so once that is known. A request whose outcome was an error is never made,
+// except after [ErrUnknown].
 func (c *Configurator) Cancel(_ time.Duration, ticket uint64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -189,9 +188,10 @@ func (c *Configurator) Cancel(_ time.Duration, ticket uint64) {
 	}
 }
 
-// Outcome is the number of the configuration that has what a ticket stands for, or why it
-// was not made and will not be: [ErrConflict], [ErrEnded], [ErrBusy] or [ErrConfig]; or
-// [ErrUnknown]. done is false before. The latest 256 are remembered.
+// Outcome returns the number of the configuration that a request made, or the error why it was not
+// made and will not be: [ErrConflict], [ErrEnded], [ErrBusy], [ErrMember] or [ErrConfig]. After
+// [ErrUnknown] it may have been made. done is false while the request is undecided. The latest 256
+// outcomes are remembered.
 func (c *Configurator) Outcome(ticket uint64) (number uint64, done bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -205,7 +205,7 @@ func (c *Configurator) finishLocked(ticket uint64, o outcome) {
 	delete(c.outcomes, ticket-maxOutcomes)
 }
 
-// wishOf is the wish with a ticket; nil if it is over.
+// wishOf returns the wish with a ticket; nil if it has ended.
 func (c *Configurator) wishOf(ticket uint64) *wish {
 	for i := range c.wishes {
 		if c.wishes[i].ticket == ticket {
@@ -215,7 +215,7 @@ func (c *Configurator) wishOf(ticket uint64) *wish {
 	return nil
 }
 
-// answerLocked says what the newest document makes of what was sent and wished for.
+// answerLocked ends the write and the wishes that the newest document decides.
 func (c *Configurator) answerLocked(time.Duration) {
 	if s := c.sent; s != nil && s.number <= c.known() {
 		c.sent = nil
@@ -245,9 +245,8 @@ func (c *Configurator) overLocked(w *wish) outcome {
 	return outcome{err: &ConflictError{Number: w.number, Newest: c.known()}}
 }
 
-// Write is what is to be written next: document, as number, upon the one before. ok is
-// false if there is nothing. It is one write at a time: the next is there when Wrote was
-// called. wall is for the log.
+// Write returns the next document to write, and its number. ok is false if there is none. There is
+// one write at a time: the next comes after Wrote. wall is for the log.
 func (c *Configurator) Write(now time.Duration, wall time.Time) (number uint64, document []byte, ok bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -258,8 +257,8 @@ func (c *Configurator) Write(now time.Duration, wall time.Time) (number uint64, 
 		if s.out {
 			return 0, nil, false
 		}
-		// Its number must be taken before anything else happens: by itself, while it
-		// is wanted, or by what changes nothing.
+		// Its number must be taken before anything else happens: by this document while its request
+		// is wanted, or else by a document that changes nothing.
 		d := s.doc
 		if w := c.wishOf(s.ticket); s.ticket != 0 && (w == nil || w.ended) {
 			if s.noop == nil {
@@ -271,7 +270,7 @@ func (c *Configurator) Write(now time.Duration, wall time.Time) (number uint64, 
 		return s.number, d.bytes, true
 	}
 	if c.behind != never {
-		return 0, nil, false // its number is taken; a store that lost it would take it again
+		return 0, nil, false // a peer knows a newer number; a store that lost it would take it again
 	}
 	d, ticket := c.draftLocked(now, wall)
 	if d == nil {
@@ -281,14 +280,14 @@ func (c *Configurator) Write(now time.Duration, wall time.Time) (number uint64, 
 	return d.number(), d.bytes, true
 }
 
-// Wrote says what became of the latest write. After anything but Written the driver
-// reads the register, and says so by Read, before or after.
+// Wrote reports the outcome of the latest write. Unless it is Written, the driver also reads the
+// register, and reports that by Read, before or after.
 func (c *Configurator) Wrote(now time.Duration, number uint64, result WriteResult) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	s := c.sent
 	if s == nil || s.number != number || !s.out {
-		return // it is settled already
+		return // its outcome is known already
 	}
 	s.out = false
 	switch result {
@@ -304,7 +303,7 @@ func (c *Configurator) Wrote(now time.Duration, number uint64, result WriteResul
 	default:
 		c.pauseLocked(now)
 		if s.unknown {
-			break // another attempt may have, or will
+			break // another attempt may have written it, or will
 		}
 		c.sent = nil
 		if w := c.wishOf(s.ticket); w != nil && w.ended {
@@ -314,14 +313,14 @@ func (c *Configurator) Wrote(now time.Duration, number uint64, result WriteResul
 	c.tickLocked(now)
 }
 
-// pauseLocked leaves it to others for a while.
+// pauseLocked leaves writing to other processes for a while.
 func (c *Configurator) pauseLocked(now time.Duration) {
 	span := c.cfg.Patience << min(c.fails, 3)
 	c.fails++
 	c.retryAt = now + span/8 + time.Duration(c.rand.Int64N(int64(span)))
 }
 
-// wantLocked notes since when something is requested that anybody may write.
+// wantLocked notes since when a request is open that any process may write.
 func (c *Configurator) wantLocked(now time.Duration) {
 	switch {
 	case !c.ableLocked() || c.doc == nil || !c.sharedLocked(now):
@@ -331,7 +330,7 @@ func (c *Configurator) wantLocked(now time.Duration) {
 	}
 }
 
-// rankLocked is how many processes that are there write before us: members first.
+// rankLocked counts the reachable processes that write before this one. Members come first.
 func (c *Configurator) rankLocked(now time.Duration) int {
 	const most = 8
 	score := func(name string) uint64 {
@@ -350,7 +349,7 @@ func (c *Configurator) rankLocked(now time.Duration) int {
 	return min(rank, most)
 }
 
-// joins, leaves and admits tell what f asks for.
+// joins, leaves and asks tell what f asks for.
 func (c *Configurator) joins(now time.Duration, f *confPeer) bool {
 	return f.row.flags&confJoining != 0 && f.voter < 0 && now-f.heard < nearby && f.row.applied > 0 &&
 		f.row.known == c.known() && c.gone[f.id.Name].number == 0
@@ -366,7 +365,7 @@ func (c *Configurator) weJoin() bool {
 	return c.joining && c.voter < 0 && c.settled && c.own > 0 && c.gone[c.self.Name].number == 0
 }
 
-// sharedLocked tells whether anybody asks for something that anybody may write.
+// sharedLocked tells whether a request is open that any process may write.
 func (c *Configurator) sharedLocked(now time.Duration) bool {
 	if c.leaving && c.voter >= 0 || c.weJoin() || c.unlisted() || c.thawsLocked(now) {
 		return true
@@ -384,7 +383,7 @@ func (c *Configurator) sharedLocked(now time.Duration) bool {
 	return false
 }
 
-// nextLocked is the newest configuration with the next number.
+// nextLocked returns the newest configuration with the next number.
 func (c *Configurator) nextLocked() escrow.Configuration {
 	if c.doc == nil {
 		to := normal(c.cfg.Initial)
@@ -396,7 +395,7 @@ func (c *Configurator) nextLocked() escrow.Configuration {
 	return to
 }
 
-// documentLocked is the one with the configuration as its newest.
+// documentLocked returns a document whose newest configuration is to.
 func (c *Configurator) documentLocked(wall time.Time, to escrow.Configuration, evicted []eviction, who, what string) *document {
 	d := &document{fleet: c.cfg.Fleet}
 	for _, l := range c.chain {
@@ -407,7 +406,7 @@ func (c *Configurator) documentLocked(wall time.Time, to escrow.Configuration, e
 		d.log = slices.Clone(c.doc.log)
 	}
 	r := Record{Number: to.Number, At: max(wall.UnixMilli(), 0), Who: shorten(who, maxWho), What: shorten(what, maxWhat)}
-	// A clone of this process draws the same numbers, but writes something else.
+	// A clone of this process draws the same random numbers, but writes something else.
 	r.ID = hashEnd(hashString(hashString(hashNumber(hashNumber(c.rand.Uint64(), uint64(r.At)), d.newest().digest), r.Who), r.What))
 	d.log = append(d.log, r)
 	d.log = d.log[max(0, len(d.log)-maxLog):]
@@ -422,8 +421,7 @@ func (c *Configurator) documentLocked(wall time.Time, to escrow.Configuration, e
 	return d
 }
 
-// listedLocked is the incarnation of a member that may confirm leases from the next document
-// on.
+// listedLocked returns the incarnation of a member that may confirm leases under the next document.
 func (c *Configurator) listedLocked(name string) (incarnation uint64, ok bool) {
 	f := c.peers[name]
 	switch {
@@ -437,7 +435,7 @@ func (c *Configurator) listedLocked(name string) (incarnation uint64, ok bool) {
 	return c.doc.incarnationOf(name)
 }
 
-// roster changes a roster, and keeps somebody who mints in it.
+// rosterEdit changes a roster, and always leaves a member that mints.
 type rosterEdit struct {
 	members []escrow.Member
 	mint    int
@@ -478,8 +476,9 @@ func (e *rosterEdit) add(name string, weight int) bool {
 	return true
 }
 
-// draftLocked is the next document as we would have it, or nil if nobody asks for one
-// or it is not our turn, and the ticket of our own wish that it has.
+// draftLocked returns the next document, and the ticket of the wish that it makes. It returns nil
+// if there is no request, if it is another process's turn, or if the document cannot be made: too
+// many configurations are not complete, or it would be too large.
 func (c *Configurator) draftLocked(now time.Duration, wall time.Time) (*document, uint64) {
 	if c.doc == nil {
 		if len(c.cfg.Initial.Roster.Members) == 0 {
@@ -519,8 +518,9 @@ func (c *Configurator) draftLocked(now time.Duration, wall time.Time) (*document
 	return c.checkedLocked(d, most, w)
 }
 
-// composeLocked makes the next document of a wish, if there is one, and of what is asked
-// for besides, if there is room. what is empty if it would be none.
+// composeLocked makes the next document of a wish, if there is one, and of the other open requests.
+// Joins and leaves are among these only with room. what is empty if the document would change
+// nothing.
 func (c *Configurator) composeLocked(now time.Duration, wall time.Time, w *wish, room bool) (_ *document, what string) {
 	to := c.nextLocked()
 	edit := editRoster(to.Roster.Members)
@@ -576,7 +576,7 @@ func (c *Configurator) composeLocked(now time.Duration, wall time.Time, w *wish,
 	return c.documentLocked(wall, to, evicted, who, what), what
 }
 
-// batchLocked makes joins and leaves, and says so.
+// batchLocked makes joins and leaves, and appends them to did.
 func (c *Configurator) batchLocked(now time.Duration, edit *rosterEdit, did []string) []string {
 	if c.leaving && edit.remove(c.self.Name) {
 		did = append(did, "leave "+c.self.Name)
@@ -595,7 +595,7 @@ func (c *Configurator) batchLocked(now time.Duration, edit *rosterEdit, did []st
 	return did
 }
 
-// checkedLocked is the document if everybody can read it, and it is not too large.
+// checkedLocked returns the document if every process can read it and it is not too large.
 func (c *Configurator) checkedLocked(d *document, most int, w *wish) (*document, uint64) {
 	var err error
 	if len(d.bytes) > most {
@@ -612,12 +612,12 @@ func (c *Configurator) checkedLocked(d *document, most int, w *wish) (*document,
 		c.finishLocked(w.ticket, outcome{err: err})
 	default:
 		c.full = err
-		c.retryAt = c.ticked + c.cfg.Patience // it costs a millisecond to find out
+		c.retryAt = c.ticked + c.cfg.Patience // a draft costs a millisecond
 	}
 	return nil, 0
 }
 
-// busyLocked is an error that names whom the others wait for.
+// busyLocked is an error that names the members the others wait for.
 func (c *Configurator) busyLocked(format string, args ...any) error {
 	return fmt.Errorf("%w: %s: these have not applied them: %q", ErrBusy, fmt.Sprintf(format, args...), c.lackingLocked(c.ticked))
 }

@@ -1,183 +1,188 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package fleetstate is what the processes of a fleet agree on: whether a breaker's scope
-// is open for all of them, which one of them probes it, whether they are in a storm
-// together, and who mints how much of the rate limit.
+// Package fleetstate keeps the state that the processes of a fleet agree on: whether a breaker's
+// scope is open for all of them, which process probes it, whether they are in a storm together, and
+// how much of the rate limit each process mints.
 //
-// Start with [NewVerdicts] for scopes, [NewStorms] for storms and [NewConfigurator] for
-// shares and limits. Each is a section of a gossip session, which carries what they say
-// to the others. [NewMember] is what a guard takes: it tells them what its breakers,
-// detectors and counters do, and does to the breakers what was decided.
+// Start with [NewVerdicts] for scopes, [NewStorms] for storms and [NewConfigurator] for shares and
+// limits. Each is a section of a gossip session, which carries its data to the other processes.
+// [NewMember] makes the part that a guard takes. A Member reports to these sections what its
+// breakers, detectors and counters do, and does to the breakers what was decided.
 //
 // # Who decides
 //
-// Each process writes one vote for a scope, and nobody else writes it. What
-// the fleet decided is a state, ordered by its position: a generation, which
-// rises at each close, and the open periods since. A decision is a fact, passed
-// on by everybody who hears of it; the latest holds, so packets
-// may be lost, repeated and overtake each other, and nothing from before a close
-// can reopen. Decisions are made from votes by a pure function, by
-// whoever hears enough of them. There is no leader, no clock and no
-// instant that travels: an open period is a length, counted from when a process
-// hears of it, and cut at its own Cap.
+// Each process has one vote for a scope, and only that process writes it. The fleet's decision is a
+// state with a position: a generation, which rises at each close, and the number of open periods
+// since. Each process passes on every decision that it hears, and the latest holds. So packets may
+// be lost, repeated or reordered, and no decision from before a close can reopen a scope.
 //
-//	fleet         when                                              becomes
-//	closed g      Need of the roster vote that they have tripped    open g.1
-//	open g.r      a permitted probe fails, is too slow or is lost,  open g.r+1, one level up; if others
-//	              by its own process's word                         passed in this round, one level down
-//	open g.r      Need passed or seconded in round r, with          closed g+1
-//	              Successes probes between them
+// A pure function makes decisions from votes, in each process that hears enough of them. There is
+// no leader and no clock, and no instant travels: an open period is a length. A process counts it
+// from when it hears of it, and cuts it at its own Cap.
 //
-//	a process     in the fleet's state                              does
-//	heard by a    closed                                            its breaker decides by itself; tripped, it
-//	quorum                                                          votes so, until it closes again
-//	              closed, and doubts its own path                   the same, without a vote
-//	              open, period not over                             holds its breaker
-//	              open, period over, its turn                       lets one probe through, and holds on
-//	              open, all who can have probed, it cannot          seconds their success; does not wait for
-//	                                                                those, fewer than Need, who ended rounds
+//	the fleet is  and                                               becomes
+//	closed g      Need processes of the roster vote that they       open g.1
+//	              have tripped
+//	open g.r      a process reports that its permitted probe        open g.r+1, one level up; one level
+//	              failed, was too slow or was lost                  down if others passed in this round
+//	open g.r      Need processes passed or seconded in round r,     closed g+1
+//	              with Successes probes in all
+//
+//	a process     while the fleet is                                does this
+//	heard by a    closed                                            its breaker decides by itself; once tripped,
+//	quorum                                                          the process votes so, until it closes again
+//	              closed, and the process doubts its path           the same, without a vote
+//	              open, in the open period                          holds its breaker
+//	              open, after the period, in its turn               lets one probe through, and still holds
+//	              open, all that can probe have probed, and         seconds their success; it does not wait for
+//	              it has nothing to probe with                      processes that ended rounds, if these are
+//	                                                                fewer than Need
 //	              open, and the round does not move for twice       its breaker decides by itself, until the
 //	              Lease and two Turns, though it has calls;         fleet's next decision
 //	              or others end each round for so long, though
 //	              its probes pass
 //	              just closed                                       closes its breaker, and keeps its backoff
-//	heard again   open, its own probes closed it meanwhile          holds it, and counts as passed
+//	heard again   open, and its own probes closed it meanwhile      holds its breaker, and counts as passed
 //	cut off       closed                                            its breaker decides by itself
-//	              open, period not over                             holds its breaker
-//	              open, period over, and up to a fifth longer       its breaker decides by itself
+//	              open, in the open period                          holds its breaker
+//	              open, after the period and up to a fifth more     its breaker decides by itself
 //	not in the    open                                              holds its breaker, and never probes
 //	roster        open, nobody probed for Lease and two Turns       its breaker decides by itself, until the
 //	                                                                fleet's next decision
 //
-// The quorum is of the roster, which lists names, not of who is heard:
-// a lone side of a split knows that it is one, and neither opens nor closes
-// anything for the fleet. Of one and two, the two are a quorum and decide; the
-// one goes by its own breaker, and takes the decision over when it hears of it.
-// With Quorum above 0.5 no two sides of a split can decide; at or below, both
-// halves of an even one can, and afterwards the higher position holds. Votes
-// count while their process is heard in both directions, within Silent: a vote
-// that its dead author can never take back would be half a quorum for ever. A
-// local trip acts at once, whatever the fleet thinks, and costs nobody else
-// anything.
+// The quorum is counted over the roster, which lists names, not over the processes that are heard.
+// So a small side of a split knows that it is small, and neither opens nor closes anything for the
+// fleet. In a split of three into one and two, the two are a quorum and decide. The one goes by its
+// own breaker, and takes over the decision when it hears of it.
 //
-// A process doubts its own path if a probe of its ended a round, the probes of others closed the
-// scope though it had calls, and its breaker trips within Cap of that. Of a roster of four, two
-// whose path stays broken are a quorum: without this rule they would hold the two that are well at
-// once after each close. The doubt ends when the process's own probes have closed its breaker. The
-// price: an outage that follows a close within Cap opens the scope by the votes of those whose
-// probes had closed it. If these are fewer than Need, each process opens its own breaker only.
+// With Quorum above 0.5 at most one side of a split can decide. At 0.5 or below, both halves of an
+// even split can, and afterwards the higher position holds. A vote counts while its process is
+// heard in both directions, within Silent. Otherwise the vote of a dead process, which it can never
+// take back, would count forever. A local trip acts at once, whatever the fleet decided, and
+// affects no other process.
 //
-// A process that is cut off probes as a breaker by itself does, each period with
-// certainty, or one that is alone for good would not recover. N of them
-// therefore probe like N breakers that have never heard of each other, their
-// first probes spread over a fifth of the period.
+// A process doubts its own path under three conditions: its probe ended a round, probes of others
+// closed the scope though it had calls, and its breaker trips within Cap of that close. The reason:
+// in a roster of four, two processes with a broken path are a quorum. After each close they would
+// at once hold the two healthy ones again. The doubt ends when the process's own probes have closed
+// its breaker.
+//
+// The price: if an outage follows a close within Cap, only processes whose probes had closed the
+// scope can vote to open it. If these are fewer than Need, each process opens its own breaker only.
+//
+// A process that is cut off probes as a breaker by itself does, in each period. Otherwise a process
+// that stays alone would not recover. So N of them probe like N separate breakers. Their first
+// probes are spread over a fifth of the period.
 //
 // # Who probes
 //
-// One process at a time: of those that are heard, are in the roster and have
-// something to probe with, who has not ended a round lately,
-// then who has probed least in this round, then by the highest random weight of
-// scope, position and name. Once enough probes have passed only those have a turn who have
-// not probed in the round. It announces the probe, lets one delivery through and says what
-// became of it; its breaker stays shut. A turn that is not taken is over after
-// Turn, one whose probe ends without an outcome (a handler that returned Ignore or
-// Permanent, an operator's force) within half of it, and a probe of which no more
-// is heard after its Lease: none of these is a failed probe. One that still runs at
-// the end of its Lease is.
+// One process probes at a time. It is heard, is in the roster and has something to probe with. The
+// order is:
 //
-// Two processes probe at once only if they differ about whose turn it is. They
-// cannot while all of one side hear each other, within half of Settle, and keep
-// a clock that runs evenly: who is newly there, or newly has something to probe
-// with, keeps out of its turn for Settle, when everybody knows. They can where
-// only some hear each other (a hears b, b hears c, a does not hear c), and
-// within Silent of a cut, before it is known to be one.
+//   - first the process that has not ended a round lately;
+//   - then the one that has probed least in this round;
+//   - then the one with the highest random weight of scope, position and name.
+//
+// Once enough probes have passed, only processes that have not probed in the round get a turn. The
+// process announces its probe, lets one delivery through and reports the outcome. Its breaker stays
+// shut.
+//
+// A turn that is not taken ends after Turn. It ends within half of Turn if the probe has no
+// outcome: a handler returned Ignore or Permanent, or an operator forced the breaker. If no more is
+// heard of a probe, the turn ends after its Lease. None of these counts as a failed probe. A probe
+// that still runs at the end of its Lease counts as failed.
+//
+// Two processes probe at once only if they disagree about whose turn it is. They do not if all
+// processes of one side hear each other within half of Settle, and their clocks run evenly: a
+// process that is new, or newly has something to probe with, waits for Settle before its turn, so
+// that all know of it. They may if hearing is partial (a hears b, b hears c, a does not hear c),
+// and within Silent of a cut, before it is known.
 //
 // # Who takes a scope over
 //
-// The votes of processes that have gone stay with the others, and so does what
-// was decided. What follows from them is done to a breaker before its first
-// delivery is handled. Terms say which of several owners was the last.
+// The votes of processes that have gone stay with the others, and so do decisions. They decide how
+// a new owner's breaker begins, before its first delivery is handled. Terms say which of several
+// owners was the last.
 //
-//	known                                    begins
-//	open for the fleet                       held, as everybody
+//	known                                    the breaker begins
+//	open for the fleet                       held, as everywhere
 //	last owner gone, tripped                 held for the rest of its period, then half-open
 //	an owner that is heard, tripped          half-open: it may be sharing the scope
 //	last owner had nothing wrong             closed
-//	nothing, and somebody who was here       closed
+//	nothing, and a process that was here     closed
 //	before said that this is all
 //	nothing yet, within Start of our start   held until told, half-open at the end
 //	nothing                                  half-open
 //
 // # What is remembered
 //
-// A vote is forgotten Keep after its process gave the scope up, was last heard,
-// or said that nothing is wrong; what trips and is heard stays. A process keeps
-// its own votes, and everybody the fleet's decisions, for as long as it runs, or
-// who missed one would go on with the one before. All of it is bounded by
-// Scopes and Votes. At the bound the oldest scope that is closed, not ours and
-// not in trouble makes room; if there is none, what is new is refused and
-// counted, and the scope's breaker goes by itself. A process that missed the
-// close of a scope which everybody else has forgotten can reopen it for one
-// round, until probes close it.
+// A vote is forgotten Keep after its process gave the scope up, was last heard, or reported that
+// nothing is wrong. A vote of a tripped process that is heard stays. A process remembers its own
+// votes, and all processes the fleet's decisions, as long as they run. Otherwise a process that
+// missed one would believe the one before.
+//
+// Scopes and Votes bound all of this. At the bound the oldest scope makes room that is closed, not
+// ours and not in trouble. If there is none, the new scope or vote is refused and counted, and the
+// scope's breaker decides by itself. If all others have forgotten a scope, a process that missed
+// its close can reopen it for one round, until probes close it.
 //
 // # Configuration
 //
-// A configuration is a numbered document that says who mints what: roster, weights,
-// limits, and how often all buckets were filled. It is applied in two steps, so that no
-// share is ever used twice:
+// A configuration is a numbered document that says how much each process mints: roster, weights,
+// limits, and how often all buckets were filled. It is applied in two steps, so that no share is
+// ever used twice:
 //
-//	known        who loses by it uses less at once; nobody uses more
-//	complete     all who lose have applied it, or were evicted, and all configurations
-//	             before it are complete: who gains uses what was freed
+//	known        members that lose by it use less at once; no member uses more
+//	complete     all members that lose have applied it or were evicted, and all
+//	             configurations before it are complete: members that gain use what was freed
 //
-// A process uses the smallest share that it has in any configuration from the last
-// complete one to the newest it knows. So the shares in use are never more than
-// the whole of the last complete configuration, whatever is lost, cut or starts again.
+// A process uses the smallest share that it has in any configuration from the last complete one to
+// the newest it knows. So the shares in use are never more than the whole of the last complete
+// configuration, even after loss, cuts and restarts.
 //
-// [Configurator] does that. A configuration is decided where the user decides things
+// [Configurator] does that. The order of configurations comes from a store that the user has
 // already: a compare-and-set register keeps the newest document, and its number orders it.
 //
-//	who                  asks                              and has
-//	a learner              [Configurator.Join]               its share when complete; borrows until then
-//	a member             [Configurator.Leave]              no share when written; may end when complete
-//	an operator          [Configurator.Evict]              the share of one that is gone, or an error
-//	                     [Configurator.Set]                limits, weights, a fill, or an error
-//	a new incarnation           nothing                           its share, once it has read the register
-//	an evicted one       nothing                           its share again
+//	who                asks by                 and gets
+//	a learner          [Configurator.Join]     its share when complete; borrows until then
+//	a member           [Configurator.Leave]    no share when written; may end when complete
+//	an operator        [Configurator.Evict]    the share of a member that is gone, or an error
+//	                   [Configurator.Set]      limits, weights, a fill, or an error
+//	a new incarnation  nothing                 its share, once it has read the register
+//	an evicted one     nothing                 its share again
 //
-// What an operator asks for names the number that it changes. It is made upon that one, or
-// not at all, and never after its outcome was an error. Requests to join and to leave are
-// written by whoever is first, for all that it hears of. While the register is away the
-// newest configuration stays in force. Without a register the operator loads a numbered
-// configuration into each process ([Configurator.Load]), and it is complete when all have
-// it who lose by it.
+// An operator's request names the number that it changes. It changes that configuration or none,
+// and it is never made after its outcome was an error, except [ErrUnknown]. The first process that
+// can write puts the requests to join and to leave of all processes that it hears into one document.
+// While the register is away the newest configuration stays in force. Without a register the
+// operator loads a numbered configuration into each process ([Configurator.Load]). It is complete
+// when all members that lose by it have it.
 //
-// Beside what the limiter names, the bound has these terms:
+// The limiter lists the exceptions to its bound. These are added:
 //
-//   - An evicted process that is alive behind a cut mints its share until it hears
-//     of it. With limiter.Majority its lease has ended before, and nothing is added.
-//   - A rate that was cut binds a process that has not heard of it, and is listed,
-//     only when it does.
+//   - An evicted process that is alive behind a cut mints its share until it hears of the eviction.
+//     With escrow.Majority its lease has ended before, and nothing is added.
+//   - If a rate was cut, a process that has not heard of it keeps the old one until it does. The
+//     status lists it as lacking.
 //   - A reset admits up to Burst more, once.
-//   - A process that starts while the register is away mints by its peers' word, and
-//     may miss what only processes outside of the roster know, that nobody else hears.
-//   - In a static fleet, a process that starts and hears nobody for a second mints its
-//     share of what it has loaded, though others have loaded something newer.
-//   - In a static fleet, where two configurations of one number were loaded apart, each
-//     process mints its share of its own one.
+//   - A process that starts while the register is away mints by its peers' reports. It may miss a
+//     configuration that only processes outside of the roster know, and that is heard nowhere.
+//   - In a static fleet, a process that starts and hears nobody for a second mints its share of its
+//     loaded configuration, though others may have loaded a newer one.
+//   - In a static fleet, if two configurations of one number were loaded into processes that do not
+//     hear each other, each process mints its share of its own one.
 //
 // # Inside
 //
-// There is no goroutine, timer or clock: each method is a step at an instant.
-// Processes trust each other; who can send to the session can decide.
+// There is no goroutine, timer or clock: each method is a step at an instant. Processes trust each
+// other: whoever can send to the session can decide.
 //
 // # Sources
 //
-// Votes are single-writer registers, decisions a join-semilattice: M. Shapiro,
-// N. Preguiça, C. Baquero and M. Zawirski, Conflict-free replicated data types,
-// SSS 2011. The patience before a turn is that of timed mutual exclusion: L.
-// Lamport, A fast mutual exclusion algorithm, ACM Trans. Comput. Syst. 5 (1987),
-// who credits M. Fischer. Grants are leases: C. Gray
-// and D. Cheriton, SOSP 1989.
+// Votes are single-writer registers, decisions a join-semilattice: M. Shapiro, N. Preguiça, C.
+// Baquero and M. Zawirski, Conflict-free replicated data types, SSS 2011. The patience before a
+// turn is that of timed mutual exclusion: L. Lamport, A fast mutual exclusion algorithm, ACM Trans.
+// Comput. Syst. 5 (1987), who credits M. Fischer. Grants are leases: C. Gray and D. Cheriton, SOSP
+// 1989.
 package fleetstate

@@ -16,30 +16,31 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/escrow"
 )
 
-// A document is what a register keeps, and what a process passes on. A register keeps
-// only the newest one, so it carries what a reader needs of those before: the configurations
-// since the last one that its writer knew to be complete, and a log of the last writes.
+// A document is kept by a register and passed on between processes. A register keeps only the
+// newest one, so it carries what a reader needs of those before: the configurations since the last
+// one that its writer knew to be complete, and a log of the last writes.
 //
-//	document = version fleet first { next } incarnations log
-//	first    = number body members limits evicted
-//	next     = number body members' limits' evicted      as many as "first" says
-//	body     = rate burst learners roster resets
-//	members  = count { name weight }                     by name
-//	members' = count { name change [weight] }            by name: what differs, 0 is gone
-//	limits   = count { key rate burst }                  by key
-//	limits'  = count { key change [rate burst] }         by key: what differs, 0 is gone
-//	evicted  = count { name silent }                     by name
-//	incarnations    = count { name incarnation }                by name
-//	log      = count { id at who what }                  the last is of the newest number
+//	document     = version fleet first { next } incarnations log
+//	first        = number body members limits evicted
+//	next         = number body members' limits' evicted      as many as "first" says
+//	body         = rate burst learners roster resets
+//	members      = count { name weight }                     by name
+//	members'     = count { name change [weight] }            by name: the differences, 0 removes
+//	limits       = count { key rate burst }                  by key
+//	limits'      = count { key change [rate burst] }         by key: the differences, 0 removes
+//	evicted      = count { name silent }                     by name
+//	incarnations = count { name incarnation }                by name
+//	log          = count { id at who what }                  the last is of the newest number
 //
-// Numbers are unsigned varints; rates, incarnations and ids are eight bytes; texts have
-// their length before them. A document has one encoding: readers refuse any other.
+// Numbers are unsigned varints; rates, incarnations and ids are eight bytes; a text has its length
+// before it. A document has one encoding: readers refuse any other.
 const (
 	documentVersion = 1
 
-	// maxDocument is the most that every register takes.
+	// maxDocument is the largest size that every register takes.
 	maxDocument = 64 << 10
-	// roomDocument is kept for evictions.
+	// roomDocument is the most that a document may take if its newest configuration evicts nobody:
+	// the rest is kept for evictions. Number 1 may take maxDocument.
 	roomDocument = maxDocument - 4<<10
 
 	maxLog  = 32
@@ -47,10 +48,10 @@ const (
 	maxWhat = 160
 )
 
-// A Record is one write of the configuration, as the document's log has it.
+// A Record is an entry of the document's log: one write of the configuration.
 type Record struct {
 	Number uint64
-	ID     uint64 // random; tells this write from another of the same number
+	ID     uint64 // random; distinguishes writes of the same number
 	At     int64  // milliseconds since 1970 by the writer's wall clock
 	Who    string // at most 64 bytes
 	What   string // at most 160 bytes
@@ -65,15 +66,15 @@ type document struct {
 	bytes []byte
 }
 
-// A stage is a configuration of the chain, with the members whose share is free though they
-// may not have applied it.
+// A stage is a configuration of the chain, with the evicted members: their share is free though
+// they may not have applied it.
 type stage struct {
 	escrow.Configuration
 	evicted []eviction // by name
 	digest  uint64     // of the configuration and the evicted
 }
 
-// An incarnation is the incarnation of a name that may confirm leases.
+// listed is the incarnation of a name that may confirm leases.
 type listed struct {
 	name        string
 	incarnation uint64
@@ -82,7 +83,7 @@ type listed struct {
 func (d *document) newest() *stage { return &d.stages[len(d.stages)-1] }
 func (d *document) number() uint64 { return d.newest().Number }
 
-// find is the log's record of a number. known says that the log goes back that far.
+// find returns the log's record of a number. known says whether the log goes back that far.
 func (d *document) find(number uint64) (r Record, known bool) {
 	for _, r := range d.log {
 		if r.Number == number {
@@ -92,9 +93,9 @@ func (d *document) find(number uint64) (r Record, known bool) {
 	return Record{}, false
 }
 
-// newStage is of a configuration that is normal.
+// newStage makes a stage of a normal configuration.
 func newStage(c escrow.Configuration, evicted []eviction) stage {
-	c.Roster.Unstable = false // it does not travel
+	c.Roster.Unstable = false // it is not encoded
 	s := stage{Configuration: c, evicted: evicted}
 	s.digest = digestOf(appendStage(nil, nil, &s))
 	return s
@@ -102,7 +103,7 @@ func newStage(c escrow.Configuration, evicted []eviction) stage {
 
 func sortedKeys[V any](m map[string]V) []string { return slices.Sorted(maps.Keys(m)) }
 
-// appendStage writes a stage: whole, or what differs from the one before it.
+// appendStage writes a stage: whole, or only the differences from the stage before it.
 func appendStage(b []byte, before, s *stage) []byte {
 	b = binary.AppendUvarint(b, s.Number)
 	b = appendLimit(b, s.Limit)
@@ -144,7 +145,7 @@ func appendStage(b []byte, before, s *stage) []byte {
 	return b
 }
 
-// differingMembers are the names whose weight in to is another, by name; -1 is gone.
+// differingMembers returns the names whose weight differs in to, in order; weight -1 is gone.
 func differingMembers(from, to []escrow.Member) (names []string, weights []int64) {
 	for i, j := 0, 0; i < len(from) || j < len(to); {
 		switch {
@@ -164,7 +165,7 @@ func differingMembers(from, to []escrow.Member) (names []string, weights []int64
 	return names, weights
 }
 
-// differingLimits are the keys whose limit in to is another, in order.
+// differingLimits returns the keys whose limit differs in to, in order.
 func differingLimits(from, to map[string]escrow.Limit) (keys []string) {
 	for k, l := range to {
 		if was, ok := from[k]; !ok || was != l {
@@ -180,7 +181,7 @@ func differingLimits(from, to map[string]escrow.Limit) (keys []string) {
 	return keys
 }
 
-// encode fills in the bytes, which say what is too large for a register.
+// encode sets the bytes. Their length shows whether the document is too large for a register.
 func (d *document) encode() {
 	b := wire.AppendText([]byte{documentVersion}, d.fleet)
 	b = binary.AppendUvarint(b, uint64(len(d.stages)))
@@ -205,7 +206,7 @@ func (d *document) encode() {
 	d.bytes = b
 }
 
-// readStage reads what appendStage wrote.
+// stage reads a stage as appendStage writes it.
 func (r *reader) stage(before *stage) stage {
 	low := uint64(1)
 	if before != nil {
@@ -278,8 +279,8 @@ func (r *reader) stage(before *stage) stage {
 	return newStage(c, evicted)
 }
 
-// readDocument reads what encode wrote, or says what is wrong with it: an error that is
-// [ErrMalformed]. It keeps b.
+// readDocument reads a document as encode writes it, or returns an [ErrMalformed] that says what is
+// wrong. It keeps b.
 func readDocument(b []byte) (*document, error) {
 	if len(b) > maxDocument {
 		return nil, fmt.Errorf("%w: document: %d bytes are more than %d", ErrMalformed, len(b), maxDocument)
@@ -322,7 +323,7 @@ func readDocument(b []byte) (*document, error) {
 	return d, nil
 }
 
-// shorten is a text within a length, in whole characters.
+// shorten cuts a text to at most most bytes, in whole characters.
 func shorten(s string, most int) string {
 	const more = "…"
 	s = strings.ToValidUTF8(s, "?")
@@ -332,7 +333,7 @@ func shorten(s string, most int) string {
 	return strings.ToValidUTF8(s[:most-len(more)], "") + more
 }
 
-// incarnationOf is the incarnation of a name that may confirm leases; false if there is none.
+// incarnationOf returns the incarnation of a name that may confirm leases; false if there is none.
 func (d *document) incarnationOf(name string) (uint64, bool) {
 	i, ok := slices.BinarySearchFunc(d.incarnations, name, func(l listed, name string) int { return cmp.Compare(l.name, name) })
 	if !ok {

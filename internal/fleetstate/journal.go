@@ -18,16 +18,16 @@ import (
 // JournalConfig bounds a [Journal]. The zero value is valid and means the
 // documented defaults.
 type JournalConfig struct {
-	// Keep is how many entries are remembered, the latest by their stamps. In
-	// [1, 100000]; unset means 1000. About 400 bytes each.
+	// Keep is how many entries are remembered: those with the latest stamps. In [1, 100000]; unset
+	// means 1000. An entry takes about 400 bytes.
 	Keep int
 
-	// Backlog is how many entries of one process, beyond Keep, wait for peers that
-	// have not acknowledged them. In [1, 65536]; unset means 1024.
+	// Backlog is how many entries of one process, beyond Keep, wait for peers that have not
+	// acknowledged them. In [1, 65536]; unset means 1024.
 	Backlog int
 
-	// Patience is for how long they wait for a peer that is not heard. After that
-	// it may come back to a journal with a gap. In [1s, 24h]; unset means 10 min.
+	// Patience is how long entries wait for a silent peer. A peer that comes back later may find a
+	// gap in the journal. In [1s, 24h]; unset means 10 min.
 	Patience time.Duration
 }
 
@@ -39,8 +39,7 @@ func (c JournalConfig) WithDefaults() JournalConfig {
 	return c
 }
 
-// Validate reports everything that is wrong with c at once, as an error that is
-// [ErrConfig], or nil.
+// Validate returns nil, or an [ErrConfig] that lists everything that is wrong with c.
 func (c JournalConfig) Validate() error {
 	var w checks
 	c = c.WithDefaults()
@@ -50,24 +49,24 @@ func (c JournalConfig) Validate() error {
 	return errors.Join(w...)
 }
 
-// EntryKind says what an [Entry] tells of.
+// EntryKind says what happened in an [Entry].
 type EntryKind uint8
 
 // The kinds.
 const (
 	EntryStarted       EntryKind = iota + 1 // an incarnation of a process began
-	EntryLeft                               // and ended in order
-	EntryEvicted                            // somebody ended it; Subject is its name
-	EntryConfiguration                      // a configuration was made; Number is which
-	EntryReset                              // all buckets were filled; Number is the configuration's
-	EntryOpened                             // the fleet opened a scope; Subject is which
-	EntryClosed                             // and closed it
-	EntryForced                             // an operator's hand on a scope
-	EntryStormBegan                         // Subject is the key
-	EntryStormEnded
-	EntryQuarantined // a rule was put on the quarantine list; Subject is which
-	EntryReleased    // and taken off
-	EntryOrdered     // an operator's order to the processes of the fleet; Subject is what
+	EntryLeft                               // an incarnation of a process left; Subject is its name
+	EntryEvicted                            // an operator evicted a member; Subject is its name
+	EntryConfiguration                      // a configuration was made; Number is its number
+	EntryReset                              // all buckets were filled; Number is the configuration's number
+	EntryOpened                             // a scope opened; Subject is its name
+	EntryClosed                             // a scope closed; Subject is its name
+	EntryForced                             // an operator forced a scope
+	EntryStormBegan                         // a storm of the fleet began; Subject is its key
+	EntryStormEnded                         // a storm of the fleet ended; Subject is its key
+	EntryQuarantined                        // a rule was added to the quarantine; Subject is the rule
+	EntryReleased                           // a rule was removed from the quarantine; Subject is the rule
+	EntryOrdered                            // an operator gave an order to the processes of the fleet; Subject is the order
 	entryKinds
 )
 
@@ -84,8 +83,7 @@ func (k EntryKind) String() string {
 	return fmt.Sprintf("entry(%d)", uint8(k))
 }
 
-// An Entry is one line of the journal. What of Subject is beyond 64 bytes, and of
-// Text beyond 128, is cut.
+// An Entry is one entry of the journal. Subject is cut after 64 bytes, Text after 128.
 type Entry struct {
 	At      crdt.Stamp   // set by Add
 	By      crdt.Replica // set by Add
@@ -95,12 +93,12 @@ type Entry struct {
 	Text    string
 }
 
-// before orders entries: by stamp, and of one stamp by who wrote them.
+// before orders entries by stamp, then by the process that wrote them.
 func (e *Entry) before(o *Entry) int {
 	return cmp.Or(e.At.Compare(o.At), e.By.Compare(o.By))
 }
 
-// line is an entry as [crdt.OpLog] carries it: memory of a fixed shape.
+// line is an entry in the form that [crdt.OpLog] carries: memory of a fixed shape.
 type line struct {
 	Kind        uint64
 	Number      uint64
@@ -126,15 +124,16 @@ func (l *line) entry(at crdt.Stamp, by crdt.Replica) Entry {
 	}
 }
 
-// A Journal is what happened in the fleet, for people: who began and ended, which
-// configurations were made, which scopes were opened and closed, which storms there
-// were, and who did it by hand. Every process has all of it, in one order, that of
-// the stamps of a hybrid logical clock: an entry that was written after another
-// one was read comes after it, and wall clocks need be no better than 50 ms beyond
-// their known offsets ([crdt.Clock]). Nothing is decided by it.
+// A Journal has the history of the fleet, for people: processes that began and ended,
+// configurations that were made, scopes that opened and closed, storms, and changes by operators.
+// Nothing is decided by it.
 //
-// It is a section for the gossip session, and safe for concurrent use. Instants
-// are monotonic, as for [Verdicts].
+// Every process has all entries in one order, that of the stamps of a hybrid logical clock. If an
+// entry was written after another one was read, it comes after it. Wall clocks may be up to 50 ms
+// off beyond their known offsets ([crdt.Clock]).
+//
+// It is a section of the gossip session, and safe for concurrent use. Instants are monotonic, as
+// for [Verdicts].
 type Journal struct {
 	cfg   JournalConfig
 	self  crdt.Replica
@@ -146,23 +145,23 @@ type Journal struct {
 	readers map[crdt.Replica]*journalReader
 	gone    map[crdt.Replica]time.Duration
 	lost    uint64
-	lookAt  time.Duration // when peers are looked over again
+	lookAt  time.Duration // when peers are checked again
 	changed func()
 }
 
-// A journalReader is a peer, and how far it is.
+// A journalReader is a peer's progress in the journal.
 type journalReader struct {
 	heard  time.Duration
 	acked  uint64
-	behind time.Duration // since when it lacks something; -1 if it has all
+	behind time.Duration // since when it lacks an entry; -1 if it has all
 }
 
-// archivist is who the log keeps the latest Keep entries for: a process that
-// starts later reads them too.
+// archivist is a reader without a process. For it the log keeps the latest Keep entries, so that a
+// process that starts later can read them, too.
 var archivist = crdt.Replica{Name: "\x00"}
 
-// NewJournal returns the empty journal of self. wall is the wall clock, [time.Now]
-// or a test's. The error is [ErrConfig], with all that is wrong.
+// NewJournal returns the empty journal of self. wall is the wall clock: [time.Now], or a test's.
+// The error is an [ErrConfig] that lists everything that is wrong.
 func NewJournal(c JournalConfig, self crdt.Replica, wall func() time.Time) (*Journal, error) {
 	err := c.Validate()
 	if e := self.Validate(); e != nil {
@@ -187,8 +186,8 @@ func NewJournal(c JournalConfig, self crdt.Replica, wall func() time.Time) (*Jou
 	return j, nil
 }
 
-// Add writes an entry. It is lost, with [crdt.ErrFull], and counted, when Backlog
-// of this process's entries wait for a peer already.
+// Add writes an entry. If Backlog of this process's entries wait for a peer already, the entry is
+// lost and counted, and the error is [crdt.ErrFull].
 func (j *Journal) Add(e Entry) error {
 	if e.Kind < 1 || e.Kind >= entryKinds {
 		return fmt.Errorf("%w: Entry.Kind: %d is not in [1, %d]", ErrConfig, e.Kind, entryKinds-1)
@@ -212,24 +211,23 @@ func (j *Journal) Add(e Entry) error {
 	return err
 }
 
-// fileLocked has the log keep no more than the archivist does, and what peers
-// lack.
+// fileLocked lets the log drop entries: it keeps Keep entries, and those that peers lack.
 func (j *Journal) fileLocked() {
 	if mark := j.log.Mark(); mark > uint64(j.cfg.Keep) {
 		j.log.Ack(archivist, mark-uint64(j.cfg.Keep))
 	}
 }
 
-// applyLocked takes in what the log applies. An entry of an epoch that is over is
-// an entry nevertheless: it happened.
+// applyLocked takes in an entry that the log applies. It also takes entries of an epoch that is
+// over: they happened.
 func (j *Journal) applyLocked(r crdt.Record[line], _ bool) {
 	if r.Origin.Name == "" {
-		return // an epoch whose RESET is still to come
+		return // the start of an epoch whose RESET is still to come
 	}
 	e := r.Body.entry(r.At, r.Origin)
 	i, known := slices.BinarySearchFunc(j.entries, &e, func(x Entry, e *Entry) int { return x.before(e) })
 	switch {
-	case known: // its origin was forgotten
+	case known: // its origin was forgotten, and it came again
 	case len(j.entries) < j.cfg.Keep:
 		j.entries = slices.Insert(j.entries, i, e)
 	case i > 0:
@@ -238,24 +236,24 @@ func (j *Journal) applyLocked(r crdt.Record[line], _ bool) {
 	}
 }
 
-// Entries appends the entries that are remembered to dst, oldest first.
+// Entries appends the remembered entries to dst, oldest first.
 func (j *Journal) Entries(dst []Entry) []Entry {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	return append(dst, j.entries...)
 }
 
-// OnChange has f called after each [Journal.Add], so that a session sends it at
-// once. It is called without a lock, before the journal is used.
+// OnChange sets f, which is called after each [Journal.Add], so that a session sends the entry at
+// once. f is called without a lock. Call OnChange before the journal is used.
 func (j *Journal) OnChange(f func()) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.changed = f
 }
 
-// Sample says how far a peer's wall clock is ahead of ours, as a round trip had
-// it. Without samples a peer's stamps order its entries and do not advance ours. It does
-// nothing for an incarnation that is over.
+// Sample takes how far a peer's wall clock is ahead of ours, as a round trip measured it. Without
+// samples a peer's stamps order its entries, but do not advance our clock. Sample does nothing for
+// an incarnation that has ended.
 func (j *Journal) Sample(peer crdt.Replica, offset, trip time.Duration) {
 	sent := time.Unix(0, 0)
 	theirs := sent.Add(offset + trip/2)
@@ -266,20 +264,19 @@ func (j *Journal) Sample(peer crdt.Replica, offset, trip time.Duration) {
 	}
 }
 
-// IgnoreClock has the clock of a peer that is not heard count for nothing; see
-// [crdt.Clock.Ignore].
+// IgnoreClock makes the clock of a silent peer not count; see [crdt.Clock.Ignore].
 func (j *Journal) IgnoreClock(peer crdt.Replica) { j.clock.Ignore(peer) }
 
-// JournalStats is how a journal stands.
+// JournalStats are figures of a journal.
 type JournalStats struct {
-	Backlog uint64        // entries that the slowest peer lacks, of those that are waited for
-	Age     time.Duration // for how long a peer has lacked something, the longest
-	Held    int           // entries that wait for one before them
+	Backlog uint64        // entries that the slowest peer lacks; peers silent for longer than Patience do not count
+	Age     time.Duration // the longest time for which a peer has lacked an entry
+	Held    int           // entries that wait for an earlier entry
 	Lost    uint64        // entries that Add had no room for
 	crdt.OpLogStats
 }
 
-// Stats counts what became of entries, and what peers lack.
+// Stats returns the journal's figures.
 func (j *Journal) Stats(now time.Duration) JournalStats {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -297,28 +294,28 @@ func (j *Journal) awaited(now time.Duration, p *journalReader) bool {
 	return now-p.heard <= j.cfg.Patience
 }
 
-// Clock is how far a peer's clock is off, as [Journal.Sample] was told, false if
-// it was not, and how many of its stamps broke the 50 ms rule of [crdt.Clock].
+// Clock returns the offset of a peer's clock, as [Journal.Sample] set it; known is false without a
+// sample. violations counts its stamps that broke the 50 ms rule of [crdt.Clock].
 func (j *Journal) Clock(peer crdt.Replica) (offset time.Duration, known bool, violations uint64) {
 	offset, known = j.clock.Offset(peer)
 	return offset, known, j.clock.Violations(peer)
 }
 
-// Mark is the number of the latest entry that came here.
+// Mark returns the number of the latest entry that is here.
 func (j *Journal) Mark(crdt.Replica) uint64 {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	return j.log.Mark()
 }
 
-// Counted is that mark; see gossip.Counter.
+// Counted returns the mark; see gossip.Counter.
 func (j *Journal) Counted() uint64 { return j.Mark(crdt.Replica{}) }
 
-// The section: version, the sender's stamp, what [crdt.OpLog] appends.
+// The section is: version, the sender's stamp, and the output of [crdt.OpLog].
 const journalHeader = 1 + 2*binary.MaxVarintLen64
 
-// Delta appends the entries that a peer has not acknowledged, in at most room
-// bytes; [crdt.MinRoom] always makes progress. Without news it appends nothing.
+// Delta appends the entries that a peer has not acknowledged, in at most room bytes; [crdt.MinRoom]
+// always makes progress. Without news it appends nothing.
 func (j *Journal) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
 	stamp := j.clock.Now()
 	j.mu.Lock()
@@ -349,9 +346,9 @@ func (j *Journal) Delta(now time.Duration, b []byte, to crdt.Replica, since uint
 	return b, upto
 }
 
-// Merge takes in what a peer's Delta appended. It is commutative and idempotent.
-// The errors are [ErrMalformed], [ErrSelf], and [crdt.ErrFull] and [crdt.ErrGap]
-// when a bound refuses; then nothing was taken in, and it comes again.
+// Merge takes in the output of a peer's Delta. It is commutative and idempotent. The errors are
+// [ErrMalformed] and [ErrSelf], and [crdt.ErrFull] and [crdt.ErrGap] when a bound refuses the
+// entries. Then nothing was taken in, and the peer sends it again.
 func (j *Journal) Merge(c crdt.Contact, b []byte) error {
 	if c.From == j.self {
 		return ErrSelf
@@ -392,8 +389,8 @@ func (j *Journal) readerLocked(now time.Duration, peer crdt.Replica) *journalRea
 	return p
 }
 
-// Gone says that a peer's incarnation is over for good: its entries stay, and nothing
-// waits for it any more.
+// Gone says that a peer's incarnation has ended for good. Its entries stay, and no entry waits for
+// it any more.
 func (j *Journal) Gone(now time.Duration, peer crdt.Replica) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -404,12 +401,10 @@ func (j *Journal) Gone(now time.Duration, peer crdt.Replica) {
 	j.lookAt = now
 }
 
-// forgetGone is after how long no packet can still bring entries of an incarnation that
-// is over.
+// forgetGone is the time after which no packet can still bring entries of an ended incarnation.
 const forgetGone = 10 * time.Minute
 
-// expireLocked stops waiting for peers that are not heard, and forgets incarnations that
-// are long over.
+// expireLocked stops waiting for silent peers, and forgets incarnations that ended long ago.
 func (j *Journal) expireLocked(now time.Duration) {
 	if now < j.lookAt {
 		return

@@ -17,36 +17,36 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt/wire"
 )
 
-// A MemberStatus is what a process says of itself, for people and metrics. Nothing is
-// decided by it. Amounts are in tokens.
+// A MemberStatus is the status that a process sends about itself, for people and metrics. Nothing
+// is decided by it. Amounts are in tokens.
 type MemberStatus struct {
 	crdt.Replica
 	Zone, Region string // up to 64 bytes each
-	Version      string // of the program; up to 64 bytes
+	Version      string // version of the program; up to 64 bytes
 
-	Number   uint64 // the newest that it has adopted
-	Complete uint64 // the newest that it knows to be complete
-	Applied  uint64 // the newest that it keeps within
+	Number   uint64 // the newest configuration that it has adopted
+	Complete uint64 // the newest configuration that it knows to be complete
+	Applied  uint64 // the newest configuration that it keeps within
 
-	Share  float64 // of the rates, in [0, 1]
-	Level  float64 // own tokens, over all keys
-	Cap    float64 // the most that they can be
-	Lent   float64 // out
-	Pinned float64 // of these, to processes that are silent
+	Share  float64 // its share of the rates, in [0, 1]
+	Level  float64 // its own tokens, over all keys
+	Cap    float64 // the upper bound of Level
+	Lent   float64 // tokens lent to others
+	Pinned float64 // tokens of Lent that silent processes have
 
 	Unacked   uint64        // changes that its peers have not acknowledged
-	SyncDelay time.Duration // the longest, from a change to its acknowledgement, lately
+	SyncDelay time.Duration // the longest of the latest delays from a change to its acknowledgement by a peer
 
-	Keys []KeyStatus // the busiest first; what does not fit into a packet is left out
+	Keys []KeyStatus // the busiest first; keys that do not fit into a packet are left out
 
-	Heard time.Duration // how long ago; 0 for this process itself
+	Heard time.Duration // how long ago it was heard; 0 for this process itself
 }
 
-// KeyStatus is what a process says of one limit's key.
+// KeyStatus is the state of one limit's key in a process.
 type KeyStatus struct {
 	Key              string  // up to 128 bytes
-	Admitted, Denied uint64  // since its start
-	Level, Cap       float64 // as of [MemberStatus]
+	Admitted, Denied uint64  // since the process started
+	Level, Cap       float64 // as in [MemberStatus], for this key
 }
 
 const (
@@ -54,34 +54,33 @@ const (
 	maxStatusKey  = 128
 	maxStatusKeys = 32
 
-	// maxStatus is the most bytes that a memberStatus takes in a packet.
+	// maxStatus is the most bytes of a status in a packet.
 	maxStatus = 960
-	// statusKeep is for how long a process that is not heard is remembered.
+	// statusKeep is how long a silent process is remembered.
 	statusKeep = 10 * time.Minute
 )
 
-// MemberStatuses is what each process of a fleet says of itself: one row each, written
-// by itself. It is a section for the gossip session, and safe for concurrent use.
-// Instants are monotonic, as for [Verdicts].
+// MemberStatuses has the status of each process of a fleet. Each process writes its own row only.
+// It is a section of the gossip session, and safe for concurrent use. Instants are monotonic, as
+// for [Verdicts].
 type MemberStatuses struct {
 	self crdt.Replica
 
 	mu     sync.Mutex
 	own    MemberStatus
 	seq    uint64
-	wire   []byte // own, as it travels
+	wire   []byte // the encoding of own
 	others map[string]*statusRow
 }
 
 type statusRow struct {
 	MemberStatus
 	num   uint64
-	sent  time.Duration // the peer's clock
+	sent  time.Duration // when the latest packet was sent, by the peer's clock
 	heard time.Duration
 }
 
-// NewMemberStatuses returns the row of self, which says nothing yet but that. The error
-// is [ErrConfig].
+// NewMemberStatuses returns the part of self, with an empty status. The error is [ErrConfig].
 func NewMemberStatuses(self crdt.Replica) (*MemberStatuses, error) {
 	if len(self.Name) < 1 || len(self.Name) > maxName {
 		return nil, fmt.Errorf("%w: self: length of the name %d is not in [1, %d]", ErrConfig, len(self.Name), maxName)
@@ -91,8 +90,8 @@ func NewMemberStatuses(self crdt.Replica) (*MemberStatuses, error) {
 	return m, nil
 }
 
-// Say replaces what this process says of itself; Replica and Heard are filled in.
-// Texts and lists that are too long are cut. Once a second is often enough.
+// Say replaces this process's status. It sets Replica and Heard, and cuts texts and lists that are
+// too long. Once a second is often enough.
 func (m *MemberStatuses) Say(own MemberStatus) {
 	m.mu.Lock()
 	own.Replica, own.Heard = m.self, 0
@@ -111,8 +110,8 @@ func (m *MemberStatuses) Say(own MemberStatus) {
 
 func clip(s string, most int) string { return s[:min(len(s), most)] }
 
-// All appends this process and all that are remembered to dst, by name. A process
-// that was not heard for ten minutes is forgotten.
+// All appends the status of this process and of all remembered ones to dst, by name. A process that
+// was silent for ten minutes is forgotten.
 func (m *MemberStatuses) All(now time.Duration, dst []MemberStatus) []MemberStatus {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -131,8 +130,8 @@ func (m *MemberStatuses) All(now time.Duration, dst []MemberStatus) []MemberStat
 	return dst
 }
 
-// Skew is the standard deviation of level over cap, of those that have one: how
-// unevenly the tokens lie. 0 is even; 0.5 is the most.
+// Skew says how unevenly the tokens lie: the standard deviation of level divided by cap, over the
+// members with a cap. 0 is even; 0.5 is the most.
 func Skew(all []MemberStatus) float64 {
 	var levels []float64
 	mean := 0.
@@ -153,23 +152,23 @@ func Skew(all []MemberStatus) float64 {
 	return math.Sqrt(squares / float64(len(levels)))
 }
 
-// Mark is the number of what this process last said.
+// Mark returns the number of this process's latest status.
 func (m *MemberStatuses) Mark(crdt.Replica) uint64 {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.seq
 }
 
-// Counted is that mark; see gossip.Counter.
+// Counted returns the mark; see gossip.Counter.
 func (m *MemberStatuses) Counted() uint64 { return m.Mark(crdt.Replica{}) }
 
-// The section: version, and if there is news
+// The section is: version, and if there is news
 //
 //	num zone region program configuration complete applied
 //	share level cap lent pinned unacked delay { key admitted denied level cap }
 //
-// with numbers as varints, share and amounts in millionths, delay in microseconds
-// and a length before each text.
+// Numbers are varints, share and amounts are in millionths, delay is in microseconds. Each text has
+// its length before it.
 func appendStatus(b []byte, m *MemberStatus, num uint64) []byte {
 	b = binary.AppendUvarint(append(b, wireVersion), num)
 	b = wire.AppendText(wire.AppendText(wire.AppendText(b, m.Zone), m.Region), m.Version)
@@ -201,8 +200,8 @@ func millionths(v float64) uint64 {
 	return uint64(min(math.Round(v*1e6), 1<<62))
 }
 
-// Delta appends what this process says of itself, if the peer lacks it and room
-// is enough, which 960 bytes always are.
+// Delta appends this process's status, if the peer lacks it and there is room. 960 bytes are always
+// enough.
 func (m *MemberStatuses) Delta(_ time.Duration, b []byte, _ crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -212,8 +211,8 @@ func (m *MemberStatuses) Delta(_ time.Duration, b []byte, _ crdt.Replica, since 
 	return append(b, m.wire...), m.seq
 }
 
-// Merge takes in what a peer says of itself. It is commutative and idempotent. The
-// errors are [ErrMalformed] and [ErrSelf], and then nothing was taken in.
+// Merge takes in a peer's status. It is commutative and idempotent. The errors are [ErrMalformed]
+// and [ErrSelf], and then nothing was taken in.
 func (m *MemberStatuses) Merge(c crdt.Contact, b []byte) error {
 	if c.From.Name == m.self.Name {
 		return ErrSelf
@@ -234,7 +233,7 @@ func (m *MemberStatuses) Merge(c crdt.Contact, b []byte) error {
 		m.others[row.Name] = row
 	}
 	if row.Incarnation != c.From.Incarnation {
-		return nil // of an earlier incarnation
+		return nil // from an earlier incarnation
 	}
 	if c.Sent > row.sent {
 		row.sent, row.heard = c.Sent, max(row.heard, c.Now)
@@ -271,7 +270,7 @@ func readStatus(b []byte) (*statusRow, error) {
 	return m, nil
 }
 
-// Gone says that a peer's incarnation is over for good.
+// Gone says that a peer's incarnation has ended for good.
 func (m *MemberStatuses) Gone(_ time.Duration, peer crdt.Replica) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -15,35 +15,37 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
-// Orders carries what operators order from the process that was asked to all others, and
-// their answers back. Both are elements of one [crdt.LWWSet], which are added and never
-// removed: an order counts until its time, and an hour later it is forgotten. One that is over
-// overrules nothing: whoever gives an order has it count for as long as those before it. So
-// orders that are over make room for others, the earliest first. Each process
-// answers each order, but nobody asks for an answer after some seconds: answers are forgotten
-// after two minutes, and the oldest of them before that where there is no room for an order.
-// What the orders say is the console's.
+// Orders carries an operator's orders from the process that was asked to all others, and their
+// answers back. The console decides what orders say. Both are elements of one [crdt.LWWSet]. They
+// are added and never removed.
 //
-// Times travel as the fleet's, as those of a [Quarantine] do. A process that has just started
-// does not know that time yet: by a clock that is behind, an order that is over would be in
-// force. So before [Orders.Offset] was called it has no orders but its own. These are sent
-// afterwards: by such a clock they would be over for the others, or last too long.
+// An order counts until its time, and is forgotten an hour later. An order that is over overrules
+// nothing. So the process that gives an order makes it last as long as those before it. When room
+// is short, orders that are over make room, the earliest first.
 //
-// Orders have one sequence in all processes, that of their stamps: whoever hears two late
-// carries them out as everybody else did. A stamp is the fleet's time, and later than the stamps
-// of all orders that its giver had heard of, whatever the clocks say.
+// Each process answers each order. An answer is only asked for within some seconds. It is forgotten
+// after two minutes, or earlier if there is no room for an order, the oldest first.
+//
+// Times travel as the fleet's time, as in a [Quarantine]. A process that has just started does not
+// know that time yet: by a clock that is behind, an order that is over would be in force. So before
+// the first call of [Orders.Offset] it has only its own orders. These are sent afterwards: by a
+// wrong clock they could be over for the others, or last too long.
+//
+// Orders have one sequence in all processes, that of their stamps. A process that hears two orders
+// late carries them out in the same sequence as all others. A stamp is the fleet's time, but later
+// than the stamps of all orders that its process had heard, whatever the clocks say.
 //
 // Memory is bounded: 1024 orders in force, beyond which [Orders.Give] refuses one, and 8192
-// elements. It is a section of its own for the gossip session, and safe for concurrent use.
+// elements. It is its own section of the gossip session, and safe for concurrent use.
 type Orders struct {
 	clock *crdt.Clock
 	wall  func() time.Time
 
 	*board
 
-	shift   time.Duration // of our wall clock, to the fleet's time
-	timed   bool          // that is known
-	own     []Order       // were given here before, by our clock, and are not sent yet
+	shift   time.Duration // the fleet's time minus our wall clock
+	timed   bool          // shift is known
+	own     []Order       // orders given here before timed, with times of our clock, not sent yet
 	pruneAt time.Time
 }
 
@@ -52,12 +54,12 @@ const (
 	maxOrderElements = 8192
 	answersFor       = 2 * time.Minute
 	maxOrderID       = 32
-	// MaxOrder is how many bytes an order may have.
+	// MaxOrder is the most bytes of an order.
 	MaxOrder = crdt.MaxElement - maxOrderID - 2
 	// MaxAnswer is how many bytes of an answer are kept.
 	MaxAnswer = crdt.MaxNote - 8
 
-	orderMark, answerMark = 'o', 'a' // what an element is
+	orderMark, answerMark = 'o', 'a' // the first byte of an element
 )
 
 // NewOrders returns the empty board of self. The error is [ErrConfig].
@@ -69,15 +71,15 @@ func NewOrders(self crdt.Replica, wall func() time.Time) (*Orders, error) {
 	return &Orders{clock: crdt.NewClock(wall), wall: wall, board: b}, nil
 }
 
-// Offset takes how far the fleet's time is ahead of our wall clock, once that of a peer is
-// known.
+// Offset takes how far the fleet's time is ahead of our wall clock. It is called once the offset of
+// a peer is known.
 func (o *Orders) Offset(shift time.Duration) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.shift = shift
 	if !o.timed {
-		o.timed, o.pruneAt = true, o.wall().Add(pruneEvery) // more peers may put the time right
-		o.watchedLocked()                                   // there may be orders
+		o.timed, o.pruneAt = true, o.wall().Add(pruneEvery) // the offsets of more peers may correct the time
+		o.watchedLocked()                                   // from now on the orders of others count
 	}
 	now, given := o.wall(), o.own
 	o.own = nil
@@ -91,13 +93,12 @@ func (o *Orders) Offset(shift time.Duration) {
 	}
 }
 
-// stampAt is the fleet's time at an instant of our wall clock.
+// stampAt returns the fleet's time at an instant of our wall clock.
 func (o *Orders) stampAt(wall time.Time) crdt.Stamp {
 	return crdt.Stamp{Physical: uint64(max(0, wall.Add(o.shift).UnixMilli()))}
 }
 
-// Give puts an order up until its time. The error says what is wrong with it, or is
-// [ErrBusy].
+// Give adds an order until its time. The error says what is wrong with the order, or is [ErrBusy].
 func (o *Orders) Give(id, text string, until time.Time) error {
 	if len(id) < 1 || len(id) > maxOrderID || strings.ContainsRune(id, '|') {
 		return fmt.Errorf("%w: order: id: %.40q is not 1 to %d bytes without a bar", ErrConfig, id, maxOrderID)
@@ -114,7 +115,7 @@ func (o *Orders) Give(id, text string, until time.Time) error {
 	if n := len(o.inForceLocked(now)); n >= maxOrders {
 		return fmt.Errorf("%w: %d orders are in force", ErrBusy, n)
 	}
-	var heard crdt.Stamp // the last that is known here
+	var heard crdt.Stamp // the latest stamp that is known here
 	known := 0
 	o.each(orderMark, func(_, _, _ string, _ time.Time, stamp crdt.Stamp) {
 		known++
@@ -134,14 +135,14 @@ func (o *Orders) Give(id, text string, until time.Time) error {
 	return o.addLocked(orderMark, id+"|"+text, "", until.Add(o.shift), o.stampAt(now).After(heard))
 }
 
-// Answer says what became of an order in this process.
+// Answer adds this process's answer to an order.
 func (o *Orders) Answer(id, text string) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return o.addLocked(answerMark, id+"|"+o.self.Name, text[:min(len(text), MaxAnswer)], o.wall().Add(o.shift), o.clock.Now())
 }
 
-// addLocked writes an element; its time is in front of the note.
+// addLocked writes an element. Its time comes first in the note.
 func (o *Orders) addLocked(mark byte, element, note string, at time.Time, stamp crdt.Stamp) error {
 	element = string(mark) + element
 	if !o.set.Has(element) {
@@ -157,7 +158,7 @@ func (o *Orders) addLocked(mark byte, element, note string, at time.Time, stamp 
 	return nil
 }
 
-// roomLocked makes room for an element, by forgetting the oldest answers, and if there are none
+// roomLocked makes room for an element: it forgets the oldest answers, or, if that is not enough,
 // orders that are over.
 func (o *Orders) roomLocked() error {
 	if o.set.Len() < maxOrderElements {
@@ -198,7 +199,7 @@ func (o *Orders) forgetLocked(now time.Time) {
 	}
 }
 
-// each visits the elements of a kind: what is behind the bar, the note, and the time.
+// each visits the elements of a kind. rest is the text behind the bar.
 func (o *Orders) each(mark byte, visit func(id, rest, note string, at time.Time, stamp crdt.Stamp)) {
 	for element, note := range o.set.All() {
 		if len(element) == 0 || element[0] != mark || len(note) < 8 {
@@ -212,15 +213,15 @@ func (o *Orders) each(mark byte, visit func(id, rest, note string, at time.Time,
 	}
 }
 
-// An Order has a name of its own, and is void after Until.
+// An Order has an ID of its own, and ends at Until.
 type Order struct {
 	ID, Text string
 	Until    time.Time
 
 	stamp crdt.Stamp
 
-	// Of one given before the fleet's time was known: when, by our clock, and the last stamp
-	// that was known then.
+	// These are set in an order that was given before the fleet's time was known: the time at which
+	// it was given, by our clock, and the latest stamp that was known then.
 	at    time.Time
 	heard crdt.Stamp
 }
@@ -246,14 +247,14 @@ func (o *Orders) inForceLocked(now time.Time) (all []Order) {
 	return all
 }
 
-// InForce are the orders whose time is not over, in their sequence.
+// InForce returns the orders whose time is not over, in their sequence.
 func (o *Orders) InForce() []Order {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return o.inForceLocked(o.wall())
 }
 
-// Answers are those to one order, by process.
+// Answers returns the answers to one order, by process.
 func (o *Orders) Answers(id string) map[string]string {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -266,7 +267,7 @@ func (o *Orders) Answers(id string) map[string]string {
 	return all
 }
 
-// pruneLocked forgets orders whose time is long over, and answers that nobody asks for.
+// pruneLocked forgets orders that ended long ago, and answers that are no longer asked for.
 func (o *Orders) pruneLocked(now time.Time) {
 	o.pruneAt = now.Add(pruneEvery)
 	o.each(orderMark, func(id, text, _ string, until time.Time, _ crdt.Stamp) {
@@ -281,7 +282,7 @@ func (o *Orders) pruneLocked(now time.Time) {
 	})
 }
 
-// Delta appends what a peer has not acknowledged, in at most room bytes.
+// Delta appends the changes that a peer has not acknowledged, in at most room bytes.
 func (o *Orders) Delta(_ time.Duration, b []byte, _ crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -291,8 +292,8 @@ func (o *Orders) Delta(_ time.Duration, b []byte, _ crdt.Replica, since uint64, 
 	return o.set.Delta(b, since, room)
 }
 
-// Merge takes in what a peer's Delta appended. It is commutative and idempotent. The
-// errors are [ErrMalformed], [ErrSelf] and [ErrBusy], and then nothing was taken in.
+// Merge takes in the output of a peer's Delta. It is commutative and idempotent. The errors are
+// [ErrMalformed], [ErrSelf] and [ErrBusy], and then nothing was taken in.
 func (o *Orders) Merge(c crdt.Contact, b []byte) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()

@@ -9,10 +9,9 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
-// peers is who is heard. A process counts while both directions work: we heard
-// it, and it says that it heard us, each within silent, or so much later as it said
-// that it would rest. Hearing alone would let a process that nobody hears decide with
-// votes that are about to be others'.
+// peers are the other processes. A process counts while both directions work: we heard it, and it
+// reports that it heard us, each within silent plus its announced rest. Hearing alone would let a
+// process that nobody hears decide with votes that are about to be others'.
 type peers struct {
 	silent time.Duration
 	m      map[string]*peer
@@ -20,20 +19,20 @@ type peers struct {
 
 type peer struct {
 	incarnation uint64
-	sent        time.Duration // the latest Sent: what is not above it is a repetition
-	heard       time.Duration
-	echo        time.Duration
+	sent        time.Duration // the latest Sent; a packet that is not above it is a repetition
+	heard       time.Duration // when it was heard
+	echo        time.Duration // the latest instant at which it is known to hear us
 	rest        time.Duration // how much later than a keep-alive its next packet may come
-	known       bool          // echo holds
-	live        bool          // when last looked at
+	known       bool          // echo is set
+	live        bool          // it counted at the latest look
 
-	// Everything the peer wrote up to this version has reached us, so a vote of
-	// this incarnation that is no later and not here has been forgotten for good reason.
+	// floor is a version: all that the peer wrote up to it has reached us. So a vote of this
+	// incarnation that is not later and not here was forgotten for good reason.
 	floor uint64
 }
 
-// hear takes in a contact, unless it is of an earlier incarnation, a repetition or
-// overtaken, and returns what is known of the newest incarnation.
+// hear takes in a contact, and returns the peer in its newest known incarnation. It ignores
+// contacts that are repeated, overtaken or of an earlier incarnation.
 func (ps *peers) hear(c crdt.Contact) *peer {
 	p := ps.m[c.From.Name]
 	if p == nil || p.incarnation < c.From.Incarnation {
@@ -53,7 +52,7 @@ func (ps *peers) hear(c crdt.Contact) *peer {
 
 func (ps *peers) live(now time.Duration, p *peer) bool { return p.within(now, ps.silent) }
 
-// within tells whether both directions worked in a span, and what the peer rests.
+// within tells whether both directions worked within span plus the peer's rest.
 func (p *peer) within(now, span time.Duration) bool {
 	return p != nil && p.known && now-p.heard-p.rest <= span && now-p.echo-p.rest <= span
 }

@@ -16,54 +16,54 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/quarantine"
 )
 
-// A Quarantine is the fleet's list of rules about messages that no process is to handle:
-// a [dlq.Quarantine] that all processes share. It is a [crdt.LWWSet]: of two writes about
-// one rule the later one wins. Stamps are the fleet's time, and a write that is made here about
-// what is known here is always the later one, however wrong a clock is. So a rule that is taken
-// off during a split is off when the split has healed.
+// A Quarantine is the fleet's list of rules: a [dlq.Quarantine] that all processes share. No
+// process handles a message that matches a rule. It is a [crdt.LWWSet]: of two writes about one
+// rule the later one wins. Stamps are the fleet's time. A write that is made here is later than all
+// writes about its rule that are known here, even if a clock is wrong. So a rule that is removed
+// during a split stays removed after it.
 //
-// What travels is the fleet's time, the wall clock put right by the median of the peers'
-// offsets ([Quarantine.Offset]); what a process gives out is its own wall clock's. So a
-// clock that is an hour off ends no entry an hour early or late. What is written before that
-// time is known counts here at once. It is sent afterwards, with the time at which it was written.
+// Entries travel with the fleet's time: the wall clock, corrected by the median of the peers'
+// offsets ([Quarantine.Offset]). A process returns them with its own wall clock's time. So a clock
+// that is an hour off ends no entry an hour early or late. A write that is made before the fleet's
+// time is known counts here at once. It is sent later, with the time at which it was made.
 //
-// Memory is bounded: [quarantine.Max] entries that are set by this process, and four
-// times as many with those that peers bring and those that were removed. Beyond that a
-// peer's packet is refused and counted. What was removed is remembered for as long as an
-// entry may last, so that no process can bring it back.
+// Memory is bounded: [quarantine.Max] entries that are set by this process, and four times as many
+// with peers' entries and removed ones. Beyond that a peer's packet is refused and counted. A
+// removed entry is remembered for as long as an entry may last, so that no process can bring it
+// back.
 //
-// It is a section of its own for the gossip session, and safe for concurrent use.
+// It is its own section of the gossip session, and safe for concurrent use.
 type Quarantine struct {
 	wall func() time.Time
 
 	*board
 
-	shift   time.Duration         // of our wall clock, to the fleet's time
-	timed   bool                  // that is known
-	early   map[string]earlyWrite // what was written here before, by element
+	shift   time.Duration         // the fleet's time minus our wall clock
+	timed   bool                  // shift is known
+	early   map[string]earlyWrite // writes that were made here before timed, by element
 	pruneAt time.Time
-	refused uint64
+	refused uint64 // packets refused for lack of room
 }
 
 // earlyWrite is a write that was made before the fleet's time was known.
 type earlyWrite struct {
 	removed bool
-	entry   dlq.QuarantineEntry // by our clock
-	at      time.Time           // likewise
-	heard   crdt.Stamp          // of the write that decided before
+	entry   dlq.QuarantineEntry // with times of our clock
+	at      time.Time           // when it was made, by our clock
+	heard   crdt.Stamp          // stamp of the write that counted before it
 }
 
 const (
 	pruneEvery  = time.Minute
-	voidAfter   = time.Hour // an entry is dropped so long after its time, for peers whose clock is behind
+	voidAfter   = time.Hour // how long after its time an entry is dropped, for peers whose clock is behind
 	maxElements = 4 * quarantine.Max
 
-	// removedFor is for how long a write overrules those before it: longer than any of them lasts.
+	// removedFor is how long a write overrules earlier ones: longer than any of them lasts.
 	removedFor = dlq.MaxQuarantineFor + 2*voidAfter
 )
 
-// NewQuarantine returns the empty list of self. wall is the wall clock, [time.Now] or a
-// test's. The error is [ErrConfig].
+// NewQuarantine returns the empty list of self. wall is the wall clock: [time.Now], or a test's.
+// The error is [ErrConfig].
 func NewQuarantine(self crdt.Replica, wall func() time.Time) (*Quarantine, error) {
 	if wall == nil {
 		return nil, fmt.Errorf("%w: wall: nil is not a clock", ErrConfig)
@@ -75,8 +75,8 @@ func NewQuarantine(self crdt.Replica, wall func() time.Time) (*Quarantine, error
 	return &Quarantine{wall: wall, board: b, early: make(map[string]earlyWrite)}, nil
 }
 
-// Offset takes how far the wall clocks of the peers are ahead of ours, of those of which
-// it is known. It returns how far the fleet's time is.
+// Offset takes the known offsets of the peers' wall clocks: how far each is ahead of ours. It
+// returns how far the fleet's time is ahead of ours.
 func (q *Quarantine) Offset(peers []time.Duration) time.Duration {
 	all := append(slices.Clone(peers), 0)
 	slices.Sort(all)
@@ -84,21 +84,21 @@ func (q *Quarantine) Offset(peers []time.Duration) time.Duration {
 	defer q.mu.Unlock()
 	was := q.shift
 	if q.shift = all[len(all)/2]; (q.shift - was).Abs() >= time.Second {
-		q.watchedLocked() // what it was told of times is wrong
+		q.watchedLocked() // watchers were told wrong times
 	}
 	if len(peers) > 0 && !q.timed {
-		q.timed, q.pruneAt = true, q.wall().Add(pruneEvery) // more peers may put the time right
+		q.timed, q.pruneAt = true, q.wall().Add(pruneEvery) // the offsets of more peers may correct the time
 		q.sendLocked()
 	}
 	return q.shift
 }
 
-// sendLocked makes what was written before the fleet's time was known the writes that they are.
+// sendLocked writes the early writes to the set, with stamps of the fleet's time.
 func (q *Quarantine) sendLocked() {
 	for element, w := range q.early {
 		at := q.stampAt(w.at).After(w.heard)
 		if w.removed {
-			_, _ = q.set.Remove(element, at) // a later write that was heard decides
+			_, _ = q.set.Remove(element, at) // if a later write was heard, that one decides
 		} else {
 			_, _ = q.set.Add(element, q.noteOf(w.entry), at)
 		}
@@ -109,12 +109,12 @@ func (q *Quarantine) sendLocked() {
 	}
 }
 
-// stampAt is the fleet's time at an instant of our wall clock.
+// stampAt returns the fleet's time at an instant of our wall clock.
 func (q *Quarantine) stampAt(wall time.Time) crdt.Stamp {
 	return crdt.Stamp{Physical: uint64(max(0, wall.Add(q.shift).UnixMilli()))}
 }
 
-// Add is that of [dlq.Quarantine].
+// Add implements [dlq.Quarantine].
 func (q *Quarantine) Add(e dlq.QuarantineEntry) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -140,7 +140,7 @@ func (q *Quarantine) Add(e dlq.QuarantineEntry) error {
 	return q.wroteLocked(q.set.Add(element, q.noteOf(e), q.stampAt(now).After(heard)))
 }
 
-// Remove is that of [dlq.Quarantine].
+// Remove implements [dlq.Quarantine].
 func (q *Quarantine) Remove(r dlq.Rule, _ string) error {
 	if err := r.Validate(); err != nil {
 		return err
@@ -160,8 +160,8 @@ func (q *Quarantine) Remove(r dlq.Rule, _ string) error {
 	return q.wroteLocked(q.set.Remove(element, q.stampAt(now).After(heard)))
 }
 
-// hasLocked tells whether an element is on the list; lenLocked and countLocked are how many
-// are, and how many with those that were removed. An early write counts beside one that was heard.
+// hasLocked tells whether an element is on the list. lenLocked counts the elements on the list,
+// countLocked those and the removed ones. An early write counts beside one that was heard.
 func (q *Quarantine) hasLocked(element string) bool {
 	if w, ok := q.early[element]; ok {
 		return !w.removed
@@ -194,7 +194,7 @@ func (q *Quarantine) wroteLocked(wrote bool, err error) error {
 	return nil
 }
 
-// Entries are those in force, the oldest first.
+// Entries returns the entries in force, the oldest first.
 func (q *Quarantine) Entries() []dlq.QuarantineEntry {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -217,9 +217,10 @@ func (q *Quarantine) Entries() []dlq.QuarantineEntry {
 	})
 }
 
-// pruneLocked forgets entries whose time is long over, and what was removed so long ago
-// that nobody can have it in force any more. Before the fleet's time is known it cannot tell
-// that of what was heard. An early entry whose time is over goes too, unless it overrules one.
+// pruneLocked forgets entries that ended long ago. It also forgets entries that were removed so
+// long ago that no process can still have them in force. Before the fleet's time is known it cannot
+// judge entries that were heard. An early entry that has ended goes, too, unless it overrules
+// another.
 func (q *Quarantine) pruneLocked(now time.Time) {
 	q.pruneAt = now.Add(pruneEvery)
 	maps.DeleteFunc(q.early, func(element string, w earlyWrite) bool {
@@ -233,18 +234,18 @@ func (q *Quarantine) pruneLocked(now time.Time) {
 			q.set.Drop(element)
 		}
 	}
-	_, _ = q.set.Prune(q.stampAt(now), removedFor) // the age is allowed
+	_, _ = q.set.Prune(q.stampAt(now), removedFor) // the age is in the allowed range
 }
 
-// Refused is how many packets were refused for want of room.
+// Refused counts the packets that were refused for lack of room.
 func (q *Quarantine) Refused() uint64 {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return q.refused
 }
 
-// Delta appends what a peer has not acknowledged, in at most room bytes. Without news it
-// appends nothing.
+// Delta appends the changes that a peer has not acknowledged, in at most room bytes. Without news
+// it appends nothing.
 func (q *Quarantine) Delta(_ time.Duration, b []byte, _ crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -254,8 +255,8 @@ func (q *Quarantine) Delta(_ time.Duration, b []byte, _ crdt.Replica, since uint
 	return q.set.Delta(b, since, room)
 }
 
-// Merge takes in what a peer's Delta appended. It is commutative and idempotent. The
-// errors are [ErrMalformed], [ErrSelf] and [ErrBusy], and then nothing was taken in.
+// Merge takes in the output of a peer's Delta. It is commutative and idempotent. The errors are
+// [ErrMalformed], [ErrSelf] and [ErrBusy], and then nothing was taken in.
 func (q *Quarantine) Merge(c crdt.Contact, b []byte) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -272,21 +273,21 @@ func (q *Quarantine) Merge(c crdt.Contact, b []byte) error {
 	return q.mergeLocked(b)
 }
 
-// noteOf has the times of the entry in milliseconds, which are the fleet's, who, and why.
+// noteOf encodes the entry's times, in milliseconds of the fleet's time, then By and Why.
 func (q *Quarantine) noteOf(e dlq.QuarantineEntry) string {
 	b := binary.AppendUvarint(nil, uint64(max(0, e.At.Add(q.shift).UnixMilli())))
 	b = binary.AppendUvarint(b, uint64(max(0, e.Until.Add(q.shift).UnixMilli())))
 	return string(wire.AppendText(wire.AppendText(b, e.By), e.Why))
 }
 
-// entryOf reads an element; false if it is none of this version.
+// entryOf decodes an element; false if it is not one of this version.
 func entryOf(element, note string) (e dlq.QuarantineEntry, ok bool) {
 	rule, err := dlq.ParseRule(element)
 	if err != nil {
 		return e, false
 	}
 	r := read([]byte(note))
-	const end = 1 << 52 // no time is later, in milliseconds
+	const end = 1 << 52 // the latest time, in milliseconds
 	at, until := r.Uint("at", 0, end), r.Uint("until", 0, end)
 	e = dlq.QuarantineEntry{Rule: rule, At: time.UnixMilli(int64(at)), Until: time.UnixMilli(int64(until))}
 	e.By, e.Why = r.Text("by", 0, crdt.MaxNote), r.Text("why", 0, crdt.MaxNote)

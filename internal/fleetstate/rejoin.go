@@ -10,10 +10,10 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
-// What follows makes the sections a gossip.Rejoiner: a process whose name is known with
-// a higher incarnation goes on above it. To its peers that is a restart.
+// These methods make the sections a gossip.Rejoiner: if its name is known with a higher
+// incarnation, a process goes on with one above that. For its peers that is a restart.
 
-// Rejoin says all votes again, as those of the new incarnation.
+// Rejoin sends all own votes again, as those of the new incarnation.
 func (v *Verdicts) Rejoin(_ time.Duration, self crdt.Replica) {
 	v.m.Lock()
 	defer v.m.Unlock()
@@ -29,14 +29,14 @@ func (v *Verdicts) Rejoin(_ time.Duration, self crdt.Replica) {
 	}
 }
 
-// Rejoin changes nothing: snapshots go by the name.
+// Rejoin changes only the replica: snapshots are kept by name.
 func (s *Storms) Rejoin(_ time.Duration, self crdt.Replica) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.self = self
 }
 
-// Rejoin says the same again, as the new incarnation.
+// Rejoin sends the same status again, as the new incarnation.
 func (m *MemberStatuses) Rejoin(_ time.Duration, self crdt.Replica) {
 	m.mu.Lock()
 	m.self = self
@@ -52,7 +52,7 @@ func (j *Journal) Rejoin(_ time.Duration, self crdt.Replica) {
 	was := j.self
 	log, err := crdt.NewOpLog(self, crdt.OpLogConfig{MaxRecords: j.cfg.Keep + j.cfg.Backlog, MaxHeld: j.cfg.Keep + j.cfg.Backlog}, j.applyLocked)
 	if err != nil {
-		return // the bounds were accepted before
+		return // cannot happen: the bounds were accepted before
 	}
 	j.self, j.log = self, log
 	j.log.Join(archivist)
@@ -61,7 +61,7 @@ func (j *Journal) Rejoin(_ time.Duration, self crdt.Replica) {
 	j.entries = nil
 	for _, e := range old {
 		if e.By != was {
-			j.entries = append(j.entries, e) // it comes again, and is known then
+			j.entries = append(j.entries, e) // peers send it again, and it is known then
 		}
 	}
 	for _, e := range old {
@@ -79,8 +79,8 @@ func (j *Journal) Rejoin(_ time.Duration, self crdt.Replica) {
 	j.fileLocked()
 }
 
-// Rejoin counts from 0 as the new incarnation. Peers keep the row of the one before, as
-// that of an incarnation that is over; here it is folded.
+// Rejoin counts from 0 as the new incarnation. Peers keep the row of the previous one, as that of
+// an incarnation that has ended. Here it is folded.
 func (t *Totals) Rejoin(_ time.Duration, self crdt.Replica) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -90,7 +90,7 @@ func (t *Totals) Rejoin(_ time.Duration, self crdt.Replica) {
 		for i, c := range k.counts {
 			n := c.Of(was)
 			k.folded[i] = min(k.folded[i], math.MaxUint64-n) + n
-			k.counts[i], _ = crdt.NewGCounter(self) // a session took the name
+			k.counts[i], _ = crdt.NewGCounter(self) // the error is nil: a session has accepted the name
 			for r, n := range c.All() {
 				if r != was {
 					_ = k.counts[i].Join(r, n)

@@ -11,33 +11,32 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 
-// Mark is the number of the latest change that concerns a peer. Mark, Delta,
-// Merge and Gone are what a gossip session asks of a section.
+// Mark returns the number of the latest change that concerns a peer. A gossip session calls Mark,
+// Delta, Merge and Gone of each section.
 func (v *Verdicts) Mark(to crdt.Replica) uint64 {
 	v.m.Lock()
 	defer v.m.Unlock()
 	return v.log.mark(to)
 }
 
-// Counted rises whenever the mark for any peer does; see gossip.Counter.
+// Counted returns a number that rises whenever the mark for any peer does; see gossip.Counter.
 func (v *Verdicts) Counted() uint64 {
 	v.m.Lock()
 	defer v.m.Unlock()
 	return v.log.Mark()
 }
 
-// OnChange has f called after each change that there is to tell, under the lock of
-// v: it must not wait or call v. The Kick of a gossip.Node is meant. nil ends it.
+// OnChange sets f, which is called after each change to send, under the lock of v. f must not wait
+// or call v. It is meant for the Kick of a gossip.Node. nil ends it.
 func (v *Verdicts) OnChange(f func()) {
 	v.m.Lock()
 	defer v.m.Unlock()
 	v.log.notify = f
 }
 
-// Delta appends to b what a peer has not acknowledged, oldest change first, in
-// at most room bytes. A room of 2 KiB always makes progress; with less than the
-// header takes it appends nothing. With nothing new it appends the header, which
-// tells that this process is there.
+// Delta appends the changes that a peer has not acknowledged to b, oldest first, in at most room
+// bytes. A room of 2 KiB always makes progress. With less room than the header takes it appends
+// nothing. Without news it appends the header, which shows that this process is there.
 func (v *Verdicts) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
 	v.m.Lock()
 	defer v.m.Unlock()
@@ -80,9 +79,9 @@ func (v *Verdicts) recordLocked(now time.Duration, c change) record {
 	return rec
 }
 
-// Merge takes in what a peer's Delta appended. It is commutative and idempotent.
-// The errors are [ErrMalformed], [ErrRoster] and [ErrSelf], and then nothing was
-// taken in. What there is no room for is left out and counted, see [Verdicts.Refused].
+// Merge takes in the output of a peer's Delta. It is commutative and idempotent. The errors are
+// [ErrMalformed], [ErrRoster] and [ErrSelf], and then nothing was taken in. Records without room
+// are left out and counted, see [Verdicts.Refused].
 func (v *Verdicts) Merge(c crdt.Contact, b []byte) error {
 	if c.From == v.self {
 		return ErrSelf
@@ -105,7 +104,7 @@ func (v *Verdicts) Merge(c crdt.Contact, b []byte) error {
 	for i := range m.records {
 		v.mergeLocked(c.Now, &m.records[i])
 	}
-	// What is complete for an earlier incarnation of ours is not for this one.
+	// A record of kind 4 for an earlier incarnation of this process does not count for this one.
 	m.complete = m.complete && m.incarnation == v.self.Incarnation
 	if m.complete && from != nil && from.incarnation == c.From.Incarnation {
 		from.floor = max(from.floor, m.floor)
@@ -150,7 +149,7 @@ func (v *Verdicts) mergeLocked(now time.Duration, rec *record) {
 		return
 	}
 	if p := v.peers.m[w.Node.Name]; p != nil && old == nil && p.incarnation == w.Node.Incarnation && w.Version <= p.floor {
-		return // it was forgotten, or taken back
+		return // the vote was forgotten, or taken back
 	}
 	if old == nil {
 		if v.votes >= v.m.Config().Votes {
@@ -169,8 +168,8 @@ func (v *Verdicts) mergeLocked(now time.Duration, rec *record) {
 	v.m.Stir(sc)
 }
 
-// Gone says that a peer's incarnation is over for good. Its votes no longer count, and
-// wait for who takes its scopes over.
+// Gone says that a peer's incarnation has ended for good. Its votes no longer count. They wait for
+// the processes that take its scopes over.
 func (v *Verdicts) Gone(now time.Duration, peer crdt.Replica) {
 	v.m.Lock()
 	defer v.m.End()

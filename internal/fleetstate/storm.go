@@ -12,24 +12,23 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 
-// StormConfig is what an operator may set. The zero value is valid and means the
-// documented defaults.
+// StormConfig has the settings of [Storms]. The zero value is valid and means the documented
+// defaults.
 type StormConfig struct {
-	// Share is how many of the processes that report a key must be affected for
-	// the fleet to be. In (0, 1]; unset means 0.5. At least two must be, unless
-	// only one reports.
+	// Share is the least part of a key's reporting processes that must be in a storm, so that the
+	// fleet is in one. In (0, 1]; unset means 0.5. At least two must be, unless only one reports.
 	Share float64
 
-	// Silent is the silence after which a process's snapshots are dropped. In a large
-	// fleet what it rests is added, see crdt.Contact. In [100ms, 10m]; unset means 5 s.
+	// Silent is how long a process must be silent before its snapshots are dropped. In a large
+	// fleet its rest is added, see crdt.Contact. In [100ms, 10m]; unset means 5 s.
 	Silent time.Duration
 
-	// Every is how often a snapshot whose verdict has not changed is told anew. In
+	// Every is how often changes of a snapshot are sent while its verdict stays the same. In
 	// [10ms, 1m]; unset means 1 s.
 	Every time.Duration
 
-	// Keys is how many keys one process may report, its own and each peer's; what
-	// comes above it is left out and counted. In [1, 100000]; unset means 1000.
+	// Keys is how many keys one process may report. It holds for this process and for each peer.
+	// Further keys are left out and counted. In [1, 100000]; unset means 1000.
 	Keys int
 }
 
@@ -42,8 +41,7 @@ func (c StormConfig) WithDefaults() StormConfig {
 	return c
 }
 
-// Validate reports everything that is wrong with c at once, as an error that is
-// [ErrConfig], or nil.
+// Validate returns nil, or an [ErrConfig] that lists everything that is wrong with c.
 func (c StormConfig) Validate() error {
 	var w checks
 	c = c.WithDefaults()
@@ -54,32 +52,32 @@ func (c StormConfig) Validate() error {
 	return errors.Join(w...)
 }
 
-// Thresholds are which of a storm's three are crossed.
+// Thresholds says which of a storm's three thresholds are crossed.
 type Thresholds uint8
 
 // The thresholds of [dlq.StormConfig].
 const (
-	CrossedRate     Thresholds = 1 << iota // more failures than the threshold
-	CrossedAttempts                        // a delivery tried more often
-	CrossedAge                             // a delivery that has waited longer
+	CrossedRate     Thresholds = 1 << iota // the error rate is above its threshold
+	CrossedAttempts                        // a delivery was tried more often
+	CrossedAge                             // a delivery has waited longer
 
 	crossedAll = CrossedRate | CrossedAttempts | CrossedAge
 )
 
-// Report is what one process's own detector sees: a snapshot of its own
-// window, which the next replaces. It never adds up.
+// Report is the view of one process's detector: a snapshot of its window. The next report replaces
+// it. Reports never add up over time.
 type Report struct {
-	Active   bool       // in storm by its own verdict, with its own hysteresis
-	Crossed  Thresholds // now, whatever Active is
+	Active   bool       // in a storm by its own verdict, with its own hysteresis
+	Crossed  Thresholds // crossed now, whatever Active is
 	Failed   uint64
-	Outcomes uint64 // with Failed, the rate's basis; 0 if no rate is known
+	Outcomes uint64 // the rate is Failed divided by this; 0 if no rate is known
 	Attempts int
 	Age      time.Duration
 	Diverted uint64
-	Reason   string // for people; at most 128 bytes travel
+	Reason   string // for people; at most 128 bytes are sent
 }
 
-// ReportOf makes a report of what a detector says.
+// ReportOf makes a report of a detector's state.
 func ReportOf(s dlq.Storm, reason string) Report {
 	r := Report{
 		Active: s.Active, Failed: s.Failed, Outcomes: s.Outcomes,
@@ -97,29 +95,28 @@ func ReportOf(s dlq.Storm, reason string) Report {
 	return r
 }
 
-// Storm is what the fleet makes of the snapshots of one key.
+// Storm is the fleet's state for one key, computed from the snapshots.
 type Storm struct {
 	Active    bool
-	Reporters int // processes that report the key and are heard, this one included
-	Affected  int // of them in storm by themselves
-	Need      int // how many that would have to be
+	Reporters int // heard processes that report the key, this one included
+	Affected  int // reporters in a storm by their own detectors
+	Need      int // how many reporters must be affected
 
-	// Sums and the highest over the reporters' windows as they are.
+	// Sums and maxima over the reporters' current windows.
 	Failed, Outcomes, Diverted uint64
 	Attempts                   int
 	Age                        time.Duration
-	Reason                     string // of the longest of the affected
+	Reason                     string // reason of the affected reporter with the highest age
 }
 
-// JudgeStorm is the definition of a storm of the fleet, a pure function of the
-// reports of the processes that are heard: at least max(2, ceil(share·reporters))
-// of them, or the only one, are in storm by their own detectors. Each has
-// crossed its three thresholds and has not met its own hysteresis for the end
-// yet, so the fleet's verdict needs none of its own.
+// JudgeStorm defines a storm of the fleet, as a pure function of the reports of the processes that
+// are heard. At least max(2, ceil(share·reporters)) of them, or the only one, must be in a storm by
+// their own detectors. Each of these has crossed its three thresholds and not yet met its own
+// hysteresis for the end. So the fleet's verdict needs no hysteresis of its own.
 //
-// Nothing cumulative is added: sides of a split that meet again have each the
-// windows of that moment, and what failed meanwhile and is over is in none. One
-// process with a broken path is no storm of the fleet.
+// Nothing cumulative is added. When two sides of a split meet again, each has the windows of that
+// moment. Failures during the split that are over are in no window. One process with a broken path
+// is no storm of the fleet.
 func JudgeStorm(share float64, reports []Report) Storm {
 	s := Storm{Reporters: len(reports), Need: scope.Need(share, len(reports))}
 	var worst *Report

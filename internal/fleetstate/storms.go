@@ -16,42 +16,40 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt/wire"
 )
 
-// StormChange says that the fleet's storm of a key began or ended, as this
-// process sees it.
+// StormChange says that the fleet's storm of a key began or ended, as this process sees it.
 type StormChange struct {
 	Key string
 	Storm
 }
 
-// Storms is one process's part in what the fleet knows about storms: a snapshot
-// of each process's own detectors, by key (a queue, a topic, a group: what the
-// detectors are compared over). It decides nothing, so there is no quorum of the
-// roster in it: each side of a split has the storms of the processes that it
-// hears.
+// Storms is one process's part in the fleet's storms. It has a snapshot of each process's
+// detectors, by key: a queue, a topic or a group, the unit over which the detectors are compared.
+// No process decides for others here, so there is no quorum of the roster: each side of a split has
+// the storms of the processes that it hears.
 //
-// Instants are monotonic, as for [Verdicts]. All methods are safe for concurrent
-// use; it is a section of its own for the gossip session.
+// Instants are monotonic, as for [Verdicts]. All methods are safe for concurrent use. It is its own
+// section of the gossip session.
 type Storms struct {
 	cfg  StormConfig
 	self crdt.Replica
 
 	mu      sync.Mutex
 	peers   peers
-	own     []*snapshot // by num
+	own     []*snapshot // our snapshots, by num
 	others  map[string]map[string]*snapshot
-	floors  map[string]uint64 // of a peer's versions, what came before its last silence
-	deaf    map[string]bool   // peers that may have dropped what they had of us
+	floors  map[string]uint64 // by peer: its versions up to this came before its last silence
+	deaf    map[string]bool   // peers that may have dropped our snapshots
 	seq     uint64
 	active  map[string]bool
 	changes []StormChange
 	refused uint64
-	notify  func() // nil, or whom to tell of each new num
+	notify  func() // called for each new num; nil if unset
 }
 
-// snapshot is a report, as it travels.
+// snapshot is a report as it is sent.
 type snapshot struct {
 	key  string
-	num  uint64 // own: of the change. Others': the version
+	num  uint64 // number of the change; for a peer's snapshot, its version
 	gone bool
 	at   time.Duration
 	Report
@@ -59,8 +57,8 @@ type snapshot struct {
 
 const maxReason = 128
 
-// NewStorms returns the part of self, which reports nothing yet. The error is
-// [ErrConfig], with all that is wrong.
+// NewStorms returns the part of self, which reports nothing yet. The error is an [ErrConfig] that
+// lists everything that is wrong.
 func NewStorms(c StormConfig, self crdt.Replica) (*Storms, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
@@ -80,10 +78,9 @@ func NewStorms(c StormConfig, self crdt.Replica) (*Storms, error) {
 	}, nil
 }
 
-// Report replaces this process's snapshot of a key. Call it as often as the
-// detector steps: what only moved a little is told every Config.Every. The
-// errors are [ErrScope] for the key and [ErrTooManyScopes] for one more than
-// Keys.
+// Report replaces this process's snapshot of a key. Call it at each step of the detector: small
+// changes are sent only every Config.Every. The errors are [ErrScope] for the key, and
+// [ErrTooManyScopes] if it would be one more than Keys.
 func (s *Storms) Report(now time.Duration, key string, r Report) error {
 	if len(key) < 1 || len(key) > maxScope {
 		return fmt.Errorf("%w: %d bytes are not in [1, %d]", ErrScope, len(key), maxScope)
@@ -111,8 +108,7 @@ func (s *Storms) Report(now time.Duration, key string, r Report) error {
 	return nil
 }
 
-// Withdraw takes this process's snapshot of a key back: it has no source of it
-// any more.
+// Withdraw takes this process's snapshot of a key back: it no longer has a source of that key.
 func (s *Storms) Withdraw(now time.Duration, key string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -140,17 +136,16 @@ func (s *Storms) touchLocked(i int) {
 	}
 }
 
-// OnChange has f called after each change that there is to tell, under the lock of
-// s: it must not wait or call s. The Kick of a gossip.Node is meant. nil ends it.
+// OnChange sets f, which is called after each change to send, under the lock of s. f must not wait
+// or call s. It is meant for the Kick of a gossip.Node. nil ends it.
 func (s *Storms) OnChange(f func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.notify = f
 }
 
-// Storm is what the fleet makes of a key now. It takes a lock and looks at each
-// process that is heard: for decisions about dead letters, not for each
-// delivery.
+// Storm returns the fleet's state for a key now. It takes a lock and looks at each process that is
+// heard. So it is for decisions about dead letters, not for each delivery.
 func (s *Storms) Storm(now time.Duration, key string) Storm {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -170,8 +165,8 @@ func (s *Storms) stormLocked(now time.Duration, key string) Storm {
 	return JudgeStorm(s.cfg.Share, reports)
 }
 
-// Tick makes time pass: it drops the snapshots of processes that fell silent.
-// Call it at least once a second.
+// Tick makes time pass: it drops the snapshots of processes that fell silent. Call it at least once
+// a second.
 func (s *Storms) Tick(now time.Duration) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -196,8 +191,8 @@ func (s *Storms) Tick(now time.Duration) {
 	s.own = slices.DeleteFunc(s.own, func(o *snapshot) bool { return o.gone && now-o.at > 10*s.cfg.Silent })
 }
 
-// dropLocked forgets what a peer reported. Older packets of it that are still on
-// their way must not bring that back; when it is heard again it tells all anew.
+// dropLocked forgets a peer's snapshots. Older packets of the peer that are still on their way must
+// not bring them back. When the peer is heard again it sends all of them anew.
 func (s *Storms) dropLocked(name string) {
 	for _, r := range s.others[name] {
 		s.floors[name] = max(s.floors[name], r.num)
@@ -205,8 +200,8 @@ func (s *Storms) dropLocked(name string) {
 	delete(s.others, name)
 }
 
-// Changes appends the storms that began or ended to dst and forgets them.
-// Collect them after each call of Report, Withdraw, Tick and Merge.
+// Changes appends the storms that began or ended to dst, and forgets them. Call it after each call
+// of Report, Withdraw, Tick and Merge.
 func (s *Storms) Changes(dst []StormChange) []StormChange {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -244,22 +239,21 @@ func (s *Storms) judgeAllLocked(now time.Duration) {
 	}
 }
 
-// Mark is the number of the latest snapshot of this process's own: only those
-// travel.
+// Mark returns the number of this process's latest snapshot: only its own snapshots are sent.
 func (s *Storms) Mark(crdt.Replica) uint64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.seq
 }
 
-// Counted is that mark; see gossip.Counter.
+// Counted returns the mark; see gossip.Counter.
 func (s *Storms) Counted() uint64 { return s.Mark(crdt.Replica{}) }
 
-// The section: version { snapshot }, a snapshot being
+// The section is: version { snapshot }. A snapshot is
 //
 //	key version flags failed outcomes attempts age diverted reason
 //
-// in the encoding of [Verdicts]'s, flags being the thresholds, active and gone.
+// in the encoding of the section of [Verdicts]. flags has the thresholds, active and gone.
 const (
 	flagActive      = 1 << 3
 	flagWithdrawn   = 1 << 4
@@ -268,8 +262,8 @@ const (
 	maxWireAttempts = math.MaxInt32
 )
 
-// Delta appends this process's snapshots after since, in at most room bytes;
-// 1 KiB always makes progress. With nothing new it appends a header.
+// Delta appends this process's snapshots after since, in at most room bytes; 1 KiB always makes
+// progress. Without news it appends a header.
 func (s *Storms) Delta(_ time.Duration, b []byte, _ crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -336,9 +330,8 @@ func readSnapshots(b []byte) ([]*snapshot, error) {
 	return all, nil
 }
 
-// Merge takes in what a peer's Delta appended. It is commutative and idempotent
-// while the peer is heard. The errors are [ErrMalformed] and [ErrSelf], and then
-// nothing was taken in.
+// Merge takes in the output of a peer's Delta. It is commutative and idempotent while the peer is
+// heard. The errors are [ErrMalformed] and [ErrSelf], and then nothing was taken in.
 func (s *Storms) Merge(c crdt.Contact, b []byte) error {
 	if c.From.Name == s.self.Name {
 		return ErrSelf
@@ -353,7 +346,7 @@ func (s *Storms) Merge(c crdt.Contact, b []byte) error {
 	was := s.peers.m[name]
 	p := s.peers.hear(c)
 	if p.incarnation != c.From.Incarnation {
-		return nil // of an earlier incarnation: nothing of it is live
+		return nil // from an earlier incarnation: nothing of it is live
 	}
 	if was != p {
 		delete(s.others, name)
@@ -388,7 +381,7 @@ func (s *Storms) Merge(c crdt.Contact, b []byte) error {
 	return nil
 }
 
-// Gone says that a peer's incarnation is over for good.
+// Gone says that a peer's incarnation has ended for good.
 func (s *Storms) Gone(now time.Duration, peer crdt.Replica) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -402,8 +395,7 @@ func (s *Storms) Gone(now time.Duration, peer crdt.Replica) {
 	s.judgeAllLocked(now)
 }
 
-// Refused is how many snapshots were left out because their process reports more
-// than Keys.
+// Refused counts the snapshots that were left out because their process reports more than Keys.
 func (s *Storms) Refused() uint64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()

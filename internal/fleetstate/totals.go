@@ -18,50 +18,48 @@ import (
 )
 
 const (
-	// totalsEvery is how often a process tells what it has counted, at most: four
-	// times a second, less what a driver's tick of 250ms may come early.
+	// totalsEvery is how often a process sends its counts, at most: four times a second. A driver's
+	// tick of 250ms may come a little early, so it is less than 250ms.
 	totalsEvery = 240 * time.Millisecond
-	// successFresh is how long ago a success may be, when this process hears of it, to
-	// say something about the dependency now. It is guard's proofFresh.
+	// successFresh is how old a success may be when this process hears of it, to show that the
+	// dependency works now. It equals guard's proofFresh.
 	successFresh = 5 * time.Second
 
 	maxTotals       = 1000     // keys of this process, and keys of others
 	maxTotalRows    = 1 << 14  // rows of others, over all keys: some 500 bytes each
-	maxDepartedRows = 64       // incarnations that are over and still have rows of their own
-	longAgo         = -maxSpan // before anything that is fresh
+	maxDepartedRows = 64       // incarnations that have ended and still have rows of their own
+	longAgo         = -maxSpan // earlier than all fresh successes
 )
 
-// Totals are what the processes of a fleet have counted by key: handler calls that
-// succeeded, calls that failed, dead letters. Each is a [crdt.GCounter] with a row for
-// each incarnation of each process, told by that process alone. A row is told again only when
-// it has changed, four times a second at most.
+// Totals are the fleet's counts by key: handler calls that succeeded, calls that failed, dead
+// letters. Each count is a [crdt.GCounter] with a row for each incarnation of each process. Only
+// that process sends the row: when it has changed, four times a second at most.
 //
-// A total also says something about the dependency, if it is fresh: a row travels with
-// the time since its latest success. The receiver adds the longest that the packet can
-// have been on its way, by its own monotonic clock: the time since it sent the latest
-// packet that the sender had heard. No wall clock is needed. What succeeded more than
-// five seconds ago by that, such as before a partition that has healed, is added up and
-// says nothing.
+// A fresh count also shows that the dependency works: a row travels with the time since its latest
+// success. The receiver adds the longest possible time in transit. By its own monotonic clock that
+// is the time since it sent the latest packet that the sender had heard. No wall clock is needed. A
+// success of more than five seconds ago, such as before a partition that has healed, is counted,
+// but shows nothing.
 //
-// Memory is bounded: 1000 keys of this process and as many of others, 16384 rows of
-// others. The latest 64 incarnations that are over keep their rows; those of older ones are
-// folded into one. What there is no room for is left out and counted.
+// Memory is bounded: 1000 keys of this process and as many of others, 16384 rows of others. The
+// latest 64 incarnations that have ended keep their rows; those of older ones are folded into one.
+// Rows without room are left out and counted.
 //
-// Instants are monotonic, as for [Verdicts]. All methods are safe for concurrent use;
-// it is a section of its own for the gossip session.
+// Instants are monotonic, as for [Verdicts]. All methods are safe for concurrent use. It is its own
+// section of the gossip session.
 type Totals struct {
 	self crdt.Replica
 
 	mu       sync.Mutex
 	keys     map[string]*total
-	own      int // of these that this process counts
+	own      int // number of keys that this process counts
 	changes  crdt.Changes[*total]
 	rows     int
 	departed []crdt.Replica
 	refused  uint64
 }
 
-// total is one key.
+// total has the counts of one key.
 type total struct {
 	key    string
 	counts [totalKinds]*crdt.GCounter
@@ -69,12 +67,12 @@ type total struct {
 
 	mine   bool
 	change crdt.Change[*total]
-	told   time.Duration // when it was last told, and what
-	last   [totalKinds]uint64
-	looked time.Duration // when it was last counted: what is counted next came after that
-	ok     time.Duration // own successes: the latest is not older
+	told   time.Duration      // when our row was last sent
+	last   [totalKinds]uint64 // our counts when they were last sent
+	looked time.Duration      // when Count was last called: later counts came after it
+	ok     time.Duration      // our latest success was not before this
 
-	alive time.Duration // the same of the other processes, by this one's clock
+	alive time.Duration // the latest success of another process was not before this, by our clock
 }
 
 // The counts of a key.
@@ -85,16 +83,15 @@ const (
 	totalKinds
 )
 
-// Total is what the fleet has counted for a key, as far as this process has heard.
-// What came before its start it knows of processes that still run.
+// Total has the fleet's counts for a key, as far as this process has heard. It knows counts from
+// before its start only of processes that still run.
 type Total struct {
 	Key                           string
 	Handled, Failed, DeadLettered uint64
 	Processes                     int // incarnations with a row of their own, this one included
 }
 
-// NewTotals returns the part of self, which has counted nothing yet. The error is
-// [ErrConfig].
+// NewTotals returns the part of self, which has counted nothing yet. The error is [ErrConfig].
 func NewTotals(self crdt.Replica) (*Totals, error) {
 	if len(self.Name) < 1 || len(self.Name) > maxName {
 		return nil, fmt.Errorf("%w: self: length of the name %d is not in [1, %d]", ErrConfig, len(self.Name), maxName)
@@ -102,10 +99,9 @@ func NewTotals(self crdt.Replica) (*Totals, error) {
 	return &Totals{self: self, keys: make(map[string]*total)}, nil
 }
 
-// Count adds to what this process has counted for a key since the last call. Call it
-// several times a second, also with nothing: a success counts as not younger than the
-// call before. The errors are [ErrScope] for the key and [ErrTooManyScopes] for one
-// more than 1000.
+// Count adds the counts of this process for a key since the last call. Call it several times a
+// second, also with zeros: a success is taken to be as old as the previous call. The errors are
+// [ErrScope] for the key, and [ErrTooManyScopes] above 1000 keys.
 func (t *Totals) Count(now time.Duration, key string, handled, failed, deadLettered uint64) error {
 	if len(key) < 1 || len(key) > maxScope {
 		return fmt.Errorf("%w: %d bytes are not in [1, %d]", ErrScope, len(key), maxScope)
@@ -149,14 +145,14 @@ func (t *Totals) addLocked(key string) *total {
 	k := &total{key: strings.Clone(key), alive: longAgo}
 	k.change.Of = k
 	for i := range k.counts {
-		k.counts[i], _ = crdt.NewGCounter(t.self) // the name was looked at
+		k.counts[i], _ = crdt.NewGCounter(t.self) // the name was checked
 	}
 	t.keys[k.key] = k
 	return k
 }
 
-// OthersSucceeded is how long ago a call of another process for this key succeeded, at
-// most; false if none is known that was fresh when this process heard of it.
+// OthersSucceeded returns how long ago, at most, a call of another process for this key succeeded.
+// ok is false if no success is known that was fresh when this process heard of it.
 func (t *Totals) OthersSucceeded(now time.Duration, key string) (ago time.Duration, ok bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -186,7 +182,7 @@ func (t *Totals) All(dst []Total) []Total {
 	return dst
 }
 
-// sum is the whole count, or the most that can be said.
+// sum returns the whole count, or the largest number if it overflows.
 func (k *total) sum(kind int) uint64 {
 	n, err := k.counts[kind].Value()
 	if err != nil || n+k.folded[kind] < n {
@@ -200,26 +196,25 @@ func (k *total) has(r crdt.Replica) bool {
 	return slices.ContainsFunc(k.counts[:], func(c *crdt.GCounter) bool { return c.Of(r) > 0 })
 }
 
-// Mark is the number of the latest change of this process's own rows: only those
-// travel.
+// Mark returns the number of the latest change of this process's own rows: only these are sent.
 func (t *Totals) Mark(crdt.Replica) uint64 {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.changes.Mark()
 }
 
-// Counted is that mark; see gossip.Counter.
+// Counted returns the mark; see gossip.Counter.
 func (t *Totals) Counted() uint64 { return t.Mark(crdt.Replica{}) }
 
-// The section: version, and one record at least, each being
+// The section is: version, and at least one record. A record is
 //
 //	key age handled failed dead-lettered
 //
-// in the encoding of [Verdicts]'s. age is the time since the row's latest success, at
-// most. Without news it is empty.
+// in the encoding of the section of [Verdicts]. age is the time since the row's latest success, at
+// most. Without news the section is empty.
 
-// Delta appends this process's rows that changed after since, in at most room bytes;
-// 512 always make progress.
+// Delta appends this process's rows that changed after since, in at most room bytes; 512 always
+// make progress.
 func (t *Totals) Delta(now time.Duration, b []byte, _ crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -239,7 +234,7 @@ func (t *Totals) Delta(now time.Duration, b []byte, _ crdt.Replica, since uint64
 	return b, upto
 }
 
-// totalRecord is a row of the sender's, as it travels.
+// totalRecord is a row of the sender, as it is sent.
 type totalRecord struct {
 	key    string
 	age    time.Duration
@@ -272,8 +267,8 @@ func readTotals(b []byte) ([]totalRecord, error) {
 	return all, nil
 }
 
-// Merge takes in what a peer's Delta appended. It is commutative and idempotent. The
-// errors are [ErrMalformed] and [ErrSelf], and then nothing was taken in.
+// Merge takes in the output of a peer's Delta. It is commutative and idempotent. The errors are
+// [ErrMalformed] and [ErrSelf], and then nothing was taken in.
 func (t *Totals) Merge(c crdt.Contact, b []byte) error {
 	if c.From.Name == t.self.Name {
 		return ErrSelf
@@ -307,18 +302,18 @@ func (t *Totals) mergeLocked(c crdt.Contact, r *totalRecord) {
 		t.rows++
 	}
 	if r.counts[totalHandled] > k.counts[totalHandled].Of(c.From) && c.Echo > 0 {
-		// The packet left after the one of ours that it echoes.
+		// The peer sent the packet after it had received ours with the time Echo.
 		if age := r.age + max(c.Now-c.Echo, 0); age < successFresh {
 			k.alive = max(k.alive, c.Now-age)
 		}
 	}
 	for i, n := range r.counts {
-		_ = k.counts[i].Join(c.From, n) // a name that a session took
+		_ = k.counts[i].Join(c.From, n) // the error is nil: a session has accepted the name
 	}
 }
 
-// Gone says that a peer's incarnation is over for good. Its rows stay, or are folded into
-// one when 64 later incarnations are over: totals never go down.
+// Gone says that a peer's incarnation has ended for good. Its rows stay, or are folded into one
+// when 64 later incarnations have ended: totals never go down.
 func (t *Totals) Gone(_ time.Duration, peer crdt.Replica) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -355,7 +350,7 @@ func (t *Totals) knowsLocked(r crdt.Replica) bool {
 	return false
 }
 
-// Refused is how many rows were left out because there is no room for them.
+// Refused counts the rows that were left out for lack of room.
 func (t *Totals) Refused() uint64 {
 	t.mu.Lock()
 	defer t.mu.Unlock()

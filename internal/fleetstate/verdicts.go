@@ -15,55 +15,54 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 
-// Verdicts is one process's part in what the fleet decides about its scopes, as it
-// travels by gossip: a section of the session. A [Member] does what is decided. The
-// package comment says how it decides.
+// Verdicts is one process's part in the fleet's decisions about scopes: a section of the gossip
+// session. A [Member] carries the decisions out. The package comment has the rules.
 //
-// Instants are monotonic, since an origin of the caller's choice, the same for
-// all methods and for the session that calls Merge. All methods are safe for
-// concurrent use; nothing of the caller's runs under the lock.
+// Instants are monotonic, since an origin that the caller chooses. The origin is the same for all
+// methods and for the session that calls Merge. All methods are safe for concurrent use. Under the
+// lock they call no function of the caller, except that of [Verdicts.OnChange].
 type Verdicts struct {
 	m    *scope.Machine
 	self crdt.Replica
 
-	// The lock is the Machine's.
-	number   uint64 // of the roster
-	digest   uint64
+	// The Machine's lock guards these fields.
+	number   uint64 // number of the roster
+	digest   uint64 // digest of the roster
 	peers    peers
-	informed bool // what we do not know of is not there
-	refused  uint64
-	version  uint64
-	votes    int // of others
+	informed bool   // all votes and scopes are known: an unknown one does not exist
+	refused  uint64 // votes that were left out for lack of room
+	version  uint64 // counts the changes of our own votes
+	votes    int    // number of votes of others
 	log      changes
 }
 
-// book is what travels about a scope: one vote a process, written by it alone.
+// book has the data that travels about a scope: one vote for each process, written by that process
+// alone.
 type book struct {
 	*scope.Scope
 	v      *Verdicts
-	own    *row                 // nil until there is one
+	own    *row                 // our own vote; nil until there is one
 	rows   map[string]*row      // votes of others, by name
-	change *crdt.Change[change] // of Known; nil until there is something to say
-	term   uint64
-	wanted time.Duration // the others were told that we have something to probe with
+	change *crdt.Change[change] // the change of Known; nil until there is something to send
+	term   uint64               // the term of our latest claim
+	wanted time.Duration        // when the others were told that we have something to probe with
 }
 
 func bookOf(sc *scope.Scope) *book { return sc.Book.(*book) } //nolint:forcetypeassert // there is no other
 
-// row is a vote as it arrived, or our own.
+// row is our own vote, or a vote that was received.
 type row struct {
 	scope.Vote
-	opened time.Duration // the open period it tells of began, by own clock
-	at     time.Duration // it arrived
-	seen   time.Duration // its process was known to stand by it
-	relay  bool          // told to all, though it is another's
+	opened time.Duration // when the vote's open period began, by our clock
+	at     time.Duration // when it arrived
+	seen   time.Duration // when its process last held to it, as far as known
+	relay  bool          // sent to all peers, though it is another process's vote
 	change *crdt.Change[change]
 }
 
-// NewVerdicts returns the part of self, which has just started at now and knows
-// nothing. self.Name is its name in the roster; a process that the roster does
-// not name follows the fleet and has no vote. The error is [ErrConfig], with all
-// that is wrong.
+// NewVerdicts returns the part of self, which has just started at now and knows nothing. self.Name
+// is its name in the roster. A process that is not in the roster follows the fleet and has no vote.
+// The error is an [ErrConfig] that lists everything that is wrong.
 func NewVerdicts(now time.Duration, c Config, self crdt.Replica, r Roster) (*Verdicts, error) {
 	var w checks
 	if len(self.Name) < 1 || len(self.Name) > maxName {
@@ -80,8 +79,8 @@ func NewVerdicts(now time.Duration, c Config, self crdt.Replica, r Roster) (*Ver
 	return v, nil
 }
 
-// SetRoster replaces the roster by a later one, of a higher number. The same
-// one again does nothing; any other is [ErrConfig].
+// SetRoster replaces the roster by one with a higher number. The same roster again changes nothing;
+// any other is [ErrConfig].
 func (v *Verdicts) SetRoster(now time.Duration, r Roster) error {
 	if err := r.Validate(); err != nil {
 		return fmt.Errorf("%w: %w", ErrConfig, err)
@@ -99,10 +98,10 @@ func (v *Verdicts) SetRoster(now time.Duration, r Roster) error {
 	return nil
 }
 
-// substrate is what the Machine asks of gossip.
+// substrate is the gossip as the Machine uses it.
 type substrate struct{ *Verdicts }
 
-// Look notices who fell silent, and whether a quorum is heard.
+// Look notices which processes fell silent, and reports whether a quorum is heard.
 func (v substrate) Look(now time.Duration) bool {
 	connected := v.Heard(now) >= v.m.Need()
 	if connected && now-v.m.Started() >= v.m.Config().Start {
@@ -112,7 +111,7 @@ func (v substrate) Look(now time.Duration) bool {
 	return connected
 }
 
-// Heard counts the roster's.
+// Heard counts the names of the roster that are heard, this process included.
 func (v substrate) Heard(now time.Duration) (heard int) {
 	for _, n := range v.m.Names() {
 		if n == v.self.Name || v.peers.live(now, v.peers.m[n]) {
@@ -130,8 +129,8 @@ func (v substrate) Book(sc *scope.Scope) scope.Book {
 
 func (substrate) After() func() { return nil }
 
-// lostLocked passes on the last words of processes that fell silent: not all
-// may have heard them.
+// lostLocked passes on the last votes of processes that fell silent: not all peers may have heard
+// them.
 func (v *Verdicts) lostLocked(now time.Duration) {
 	var lost map[crdt.Replica]time.Duration
 	for name, p := range v.peers.m {
@@ -161,7 +160,7 @@ func (v *Verdicts) lostLocked(now time.Duration) {
 	}
 }
 
-// Vote counts the votes of others while these are heard.
+// Vote returns the vote of a name; nil if there is none, or if its process is not heard.
 func (b *book) Vote(now time.Duration, name string) *scope.Vote {
 	if name == b.v.self.Name {
 		if b.own == nil {
@@ -176,7 +175,7 @@ func (b *book) Vote(now time.Duration, name string) *scope.Vote {
 	return &r.Vote
 }
 
-// Write makes Own the next version of our vote, if it says anything new.
+// Write makes Own the next version of our vote, if it has news.
 func (b *book) Write(now, opened time.Duration, anew bool) {
 	w := b.Own
 	w.Scope, w.Node, w.Term = b.Name, b.v.self, b.term
@@ -199,7 +198,7 @@ func (b *book) Write(now, opened time.Duration, anew bool) {
 	b.v.log.vote(b.own, true)
 }
 
-// Decide counts, where a quorum is heard.
+// Decide counts the votes, if a quorum is heard.
 func (b *book) Decide(now time.Duration) {
 	m := b.v.m
 	if m.Connected() {
@@ -207,7 +206,7 @@ func (b *book) Decide(now time.Duration) {
 	}
 }
 
-// join takes in a state that the fleet is in, which began age ago.
+// join takes in a state of the fleet that began age ago.
 func (b *book) join(now time.Duration, s scope.State, age time.Duration) {
 	if s = b.Known.Join(s); s == b.Known {
 		return
@@ -216,7 +215,8 @@ func (b *book) join(now time.Duration, s scope.State, age time.Duration) {
 	b.v.m.Enter(now, b.Scope, s, now-age)
 }
 
-// Claim begins a term later than all that are known.
+// Claim begins a term that is later than all known ones, for an owner. Otherwise it gives up our
+// vote if that says that something is wrong.
 func (b *book) Claim(now time.Duration, owner bool) {
 	switch {
 	case owner:
@@ -235,8 +235,8 @@ func (b *book) Claim(now time.Duration, owner bool) {
 	}
 }
 
-// Heir is the vote of the last owner: of the highest term, and of two of one term, as
-// two sides of a split may have made, the one in deeper trouble.
+// Heir returns the vote of the last owner: the vote with the highest term. Two sides of a split may
+// have made two votes of one term: then it is the one in deeper trouble.
 func (b *book) Heir(now time.Duration) (h scope.Heir, told scope.Told) {
 	rows := slices.Collect(maps.Values(b.rows))
 	if b.own != nil && b.own.Gone {
@@ -265,7 +265,7 @@ func (b *book) Heir(now time.Duration) (h scope.Heir, told scope.Told) {
 	return scope.Heir{Vote: &r.Vote, Opened: r.opened, StillThere: there}, scope.ToldAll
 }
 
-// Out looks at who has announced a probe, heard or not: it may be running.
+// Out reports whether a process has announced a probe that may still run, even if it is not heard.
 func (b *book) Out(now time.Duration) bool {
 	for _, n := range b.v.m.Names() {
 		if r := b.rows[n]; r != nil && n != b.v.self.Name && r.Phase == scope.PhaseProbing && r.At == b.Known.Position &&
@@ -276,7 +276,7 @@ func (b *book) Out(now time.Duration) bool {
 	return false
 }
 
-// Take announces our probe once the others know us, and that we have something to
+// Take announces our probe. It waits until the others know us, and know that we have something to
 // probe with: then they agree that it is our turn.
 func (b *book) Take(now time.Duration) {
 	if m := b.v.m; m.Settled(now) && now-b.wanted >= m.Config().Settle {
@@ -291,16 +291,16 @@ func (b *book) Settle(now time.Duration, next scope.State) {
 	b.Decide(now)
 }
 
-// Stirs is while somebody says that something is wrong.
+// Stirs reports whether a vote says that something is wrong.
 func (b *book) Stirs() bool {
 	return b.Own.Troubled(b.Known.Gen) || slices.ContainsFunc(slices.Collect(maps.Values(b.rows)), func(r *row) bool { return r.Troubled(b.Known.Gen) })
 }
 
-// Forget drops the votes of others that are older than Keep. Our own stay, or one who
-// missed the last of them would believe the one before; decisions stay, or one who
-// missed a close would reopen. Both are bounded by Scopes: should a process return that
-// has not heard of the close of a scope which was spared, it would be opened again, and
-// closed by the next round.
+// Forget drops the votes of others that are older than Keep. Our own vote stays: a process that
+// missed it would believe the one before. Decisions stay, too: a process that missed a close would
+// reopen the scope. Scopes bounds both. With spare it drops everything for lack of room, unless a
+// vote says that something is wrong. If a process then returns that has not heard of the close, it
+// opens the scope again, and the next round closes it.
 func (b *book) Forget(now time.Duration, spare bool) bool {
 	if spare && b.Stirs() {
 		return false
@@ -321,8 +321,8 @@ func (b *book) Forget(now time.Duration, spare bool) bool {
 	return spare || b.own == nil && len(b.rows) == 0
 }
 
-// stood is when the process of r last stood by it. A vote of nothing wrong, or on a
-// scope given up, ages from when it came.
+// stood is when the process of r last held to it. A vote that nothing is wrong, or on a scope that
+// was given up, ages from its arrival.
 func (b *book) stood(r *row) time.Duration {
 	if r.Gone || !r.Troubled(b.Known.Gen) {
 		return r.seen
@@ -333,7 +333,7 @@ func (b *book) stood(r *row) time.Duration {
 	return r.seen
 }
 
-// Refused is how many votes and scopes were left out for want of room.
+// Refused counts the votes and scopes that were left out for lack of room.
 func (v *Verdicts) Refused() uint64 {
 	v.m.Lock()
 	defer v.m.Unlock()

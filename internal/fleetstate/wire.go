@@ -14,20 +14,20 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 
-// What a section says to a peer:
+// A section sends a peer:
 //
 //	section  = version number digest informed { record }
-//	record   = 1 name state age                 a decision
-//	         | 2 vote age                       the sender's own
-//	         | 3 node incarnation silent vote age   another's
-//	         | 4 version incarnation                last: to this incarnation of the receiver, no vote of
-//	                                            the sender up to the version is missing
-//	vote     = scope version term its
+//	record   = 1 name state age                    a decision
+//	         | 2 vote age                          the sender's own vote
+//	         | 3 node incarnation silent vote age  another process's vote
+//	         | 4 version incarnation               the last record, for this incarnation of the receiver:
+//	                                               no vote of the sender up to the version is missing
+//	vote     = scope version term rest
 //
-// with states and the rest of a vote as internal/scope writes them. Numbers are unsigned
-// varints, except digest (eight bytes) and version and informed (a byte); names have
-// their length before them. Times are durations in microseconds: age is since the open
-// period began, silent since the process was last known to stand by its vote.
+// States, and the rest of a vote, are as internal/scope writes them. Numbers are unsigned varints,
+// except digest (eight bytes) and version and informed (a byte); a name has its length before it.
+// Times are durations in microseconds: age is the time since the open period began, silent the time
+// since the process is last known to have held to its vote.
 const (
 	wireVersion = 1
 
@@ -40,13 +40,13 @@ const (
 	recordComplete = 4
 
 	maxSpan = scope.MaxSpan
-	// maxRecord is more than any record takes, so a packet with room for a header
-	// and this always makes progress.
+	// maxRecord is more than any record takes. So a packet with room for a header and this always
+	// makes progress.
 	maxRecord = 1 + 3*(binary.MaxVarintLen16+maxScope) + 16*binary.MaxVarintLen64
 	maxHeader = 1 + binary.MaxVarintLen64 + 8 + 1
 )
 
-// message is a section, read.
+// message is a decoded section.
 type message struct {
 	number      uint64
 	digest      uint64
@@ -54,7 +54,7 @@ type message struct {
 	records     []record
 	complete    bool
 	floor       uint64
-	incarnation uint64 // the receiver's, as the sender knows it
+	incarnation uint64 // the receiver's incarnation, as the sender knows it
 }
 
 type record struct {
@@ -100,7 +100,7 @@ func appendComplete(b []byte, version, incarnation uint64) []byte {
 	return binary.AppendUvarint(b, incarnation)
 }
 
-// reader reads a section. Nothing of a packet is kept.
+// reader reads a section. It keeps nothing of a packet.
 type reader struct{ scope.Reader }
 
 func read(b []byte) *reader { return &reader{scope.Read(b)} }
@@ -109,7 +109,7 @@ func (r *reader) number(field string) uint64      { return r.Number(field) }
 func (r *reader) digest(field string) uint64      { return r.Digest(field) }
 func (r *reader) span(field string) time.Duration { return r.Span(field) }
 
-// readMessage reads all of b, or says what is wrong with it.
+// readMessage reads all of b, or returns why it cannot.
 func readMessage(b []byte, from crdt.Replica) (*message, error) {
 	r := read(b)
 	r.Uint("version", wireVersion, wireVersion)

@@ -5,17 +5,17 @@ package gossip
 
 import "time"
 
-// An agenda has the peers by an instant of each, the earliest first: a binary heap
-// that knows where each stands, so that one is moved in O(log n).
+// An agenda orders the peers by one instant of each, the earliest first. It is a binary heap that
+// knows the place of each peer, so that moving a peer takes O(log n).
 type agenda struct {
-	which int // of a peer's places
+	which int // index into a peer's places
 	list  []appointment
 }
 
 // A session's agendas.
 const (
 	byDue   = iota // when the next packet leaves
-	byFloor        // when it may at the earliest; Never for whoever is lost
+	byFloor        // when the floor allows the next packet; Never for a lost peer
 	agendas
 )
 
@@ -24,7 +24,7 @@ type appointment struct {
 	p  *peer
 }
 
-// next is the earliest instant, Never if there is nobody.
+// next returns the earliest instant, or Never if the agenda is empty.
 func (a *agenda) next() time.Duration {
 	if len(a.list) == 0 {
 		return Never
@@ -60,7 +60,7 @@ func (a *agenda) remove(p *peer) {
 	}
 }
 
-// until appends those whose instant is not after now, from index i down, in no order.
+// until appends the peers whose instant is not after now, from index i down, in no order.
 func (a *agenda) until(now time.Duration, i int, all []*peer) []*peer {
 	if i >= len(a.list) || a.list[i].at > now {
 		return all
@@ -73,7 +73,7 @@ func (a *agenda) put(i int, e appointment) {
 	a.list[i], e.p.places[a.which] = e, i+1
 }
 
-// fix puts e where i is free, or up or down from there.
+// fix puts e at the free index i, or moves it up or down from there.
 func (a *agenda) fix(i int, e appointment) {
 	for i > 0 && e.at < a.list[(i-1)/2].at {
 		a.put(i, a.list[(i-1)/2])

@@ -5,14 +5,14 @@ package gossip
 
 import "time"
 
-// alarm is a timer that rings late by little. The runtime's own sleeps in whole
-// milliseconds while a process is idle: on Linux one of 1.3 ms was late by 0.9 ms
-// in the middle of a thousand, and this one by 0.09.
+// alarm is a timer that rings late by little. The runtime's own timer sleeps in whole milliseconds
+// while a process is idle. On Linux a timer of 1.3 ms was late by 0.9 ms (median of a thousand),
+// and this one by 0.09 ms.
 type alarm interface {
-	// set has the alarm ring once in d, and no more for what was set before; it may
-	// ring too early once.
+	// set has the alarm ring once in d. Earlier settings no longer count, but the alarm may ring
+	// too early once.
 	set(d time.Duration)
-	// rings has one token at most.
+	// rings returns a channel that has one token at most.
 	rings() <-chan struct{}
 	// close ends its goroutine.
 	close()

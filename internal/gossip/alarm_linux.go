@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// newAlarm is a timer of the kernel's that the poller waits for, as for a socket.
-// Where there is none, as in some sandboxes, it is the runtime's.
+// newAlarm returns a timer of the kernel, which the poller waits for as for a socket. Where there
+// is none, as in some sandboxes, it returns the runtime's timer.
 func newAlarm() alarm {
 	fd, err := unix.TimerfdCreate(unix.CLOCK_MONOTONIC, unix.TFD_NONBLOCK|unix.TFD_CLOEXEC)
 	if err != nil {

@@ -9,14 +9,13 @@ import (
 	"time"
 )
 
-// How an address that is not heard is tried: a few times fast, six in the first
-// second, so that two who lose a third of all packets meet in it; then every 1 to 5 s.
-// Once nobody was heard there for an hour it is tried ten times as rarely, unless it
-// is a seed.
+// How often an address is tried where no peer is heard: first fast, six times in the first second.
+// Then two processes that lose a third of all packets meet within it. After that every 1 to 5 s.
+// When nobody was heard there for an hour, ten times more rarely, unless the address is a seed.
 const (
 	quickTries = 8
-	quickWait  = 25 * time.Millisecond  // doubles
-	hintWait   = 500 * time.Millisecond // least time between tries, whoever says that there is somebody
+	quickWait  = 25 * time.Millisecond  // doubles with each try
+	hintWait   = 500 * time.Millisecond // least time between tries, however many hints come
 	tryWait    = time.Second
 	trySpread  = 4 * time.Second
 	tryCold    = time.Hour
@@ -26,27 +25,28 @@ const (
 type address struct {
 	addr    netip.AddrPort
 	seed    bool          // never forgotten
-	own     bool          // we heard ourselves there
+	own     bool          // packets of this process came from there
 	dropped bool          // not in the book any more
-	peer    *peer         // who was last heard there
-	heardAt time.Duration // or when the address was learned
+	peer    *peer         // the peer that was last heard there
+	heardAt time.Duration // when the peer was last heard there, or when the address was learned
 	tries   int
 	triedAt time.Duration
 	next    time.Duration
 }
 
-// quiet says that there is nobody to look for at the address.
+// quiet reports that there is nobody to look for at the address: it is our own, or its peer is not
+// lost.
 func (a *address) quiet() bool {
 	return a.own || a.peer != nil && a.peer.addr == a.addr && !a.peer.lost
 }
 
-// book is what makes a split heal: it has the address of every seed and of
-// everybody ever heard, and those that are not heard are tried for ever.
+// book has the address of every seed and of every process ever heard. Addresses where no peer is
+// heard are tried without end, which heals a split.
 type book struct {
 	list   []*address // in the order in which they were learned
 	byAddr map[netip.AddrPort]*address
 	limit  int
-	next   time.Duration // no try is due before
+	next   time.Duration // no try is due before this
 }
 
 // learn returns the entry of an address, new or known, or nil if the book is
@@ -76,7 +76,7 @@ func (b *book) learn(now time.Duration, addr netip.AddrPort) *address {
 	return a
 }
 
-// forget drops the addresses where p was, but seeds.
+// forget drops the addresses where p was, except seeds.
 func (b *book) forget(p *peer) {
 	b.list = slices.DeleteFunc(b.list, func(a *address) bool {
 		drop := a.peer == p && !a.seed
@@ -88,7 +88,7 @@ func (b *book) forget(p *peer) {
 	})
 }
 
-// seek begins to look for whoever was at an address.
+// seek begins to look for the process that was at an address.
 func (b *book) seek(a *address, at time.Duration) {
 	a.tries, a.next = quickTries, at
 	b.next = min(b.next, at)
@@ -102,7 +102,7 @@ func (b *book) hint(now time.Duration, a *address) {
 	}
 }
 
-// hintAll brings all tries forward: one who was lost is back, so a split may be over.
+// hintAll brings all tries forward: a lost peer is back, so a split may be over.
 func (b *book) hintAll(now time.Duration) {
 	for _, a := range b.list {
 		b.hint(now, a)

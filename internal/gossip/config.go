@@ -12,60 +12,59 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
-// MaxPacket is the most bytes that a packet has: what an Ethernet frame carries,
-// less IPv6, UDP, a tunnel's header and a driver's encryption.
+// MaxPacket is the longest packet in bytes: an Ethernet frame, less IPv6, UDP, a tunnel's header
+// and a driver's encryption.
 const MaxPacket = 1400
 
 // maxName is the longest name of a process, a zone or a region.
 const maxName = 64
 
-// Config is what an operator may set. Self must be set; otherwise the zero value
-// is valid and means the documented defaults.
+// Config holds an operator's settings. Self is required. Every other field may be unset, which
+// means its documented default.
 type Config struct {
-	// Cluster keeps fleets apart that reach each other: packets of another
-	// cluster are refused and counted. Up to 255 bytes; unset is a cluster too.
+	// Cluster separates fleets that can reach each other: packets of another cluster are refused
+	// and counted. Up to 255 bytes. Unset is a cluster, too.
 	Cluster string
 
-	// Self is this incarnation of this process. Name has 1 to 64 bytes and is the same
-	// after a restart, Incarnation is higher then, and never 0.
+	// Self is this incarnation of this process. Name has 1 to 64 bytes and stays the same after a
+	// restart. Incarnation is higher after each restart, and never 0.
 	Self crdt.Replica
 
-	// Zone and Region say where this process runs. Peers of the own zone, then
-	// of the own region, are served first. Up to 64 bytes each; unset is one more
-	// place.
+	// Zone and Region say where this process runs. Peers of the own zone are served first, then
+	// those of the own region. Up to 64 bytes each. Unset is a place like any other.
 	Zone, Region string
 
-	// Floor is the least time between two packets to one peer. What is not
-	// acknowledged is sent again at each floor, so a change reaches its peer
-	// within (m-1)·Floor and the delay, where m packets are as good as sure to
-	// get one through: 5 at 35 % independent loss and p99. In [100µs, 1s];
-	// unset means 2 ms.
+	// Floor is the least time between two packets to one peer. Unacknowledged changes are sent
+	// again at each floor. A change reaches its peer within (m-1)·Floor plus the delay. m is the
+	// number of packets of which one almost certainly arrives: 5 at 35 % independent loss and p99.
+	// In [100µs, 1s]; unset means 2 ms.
 	Floor time.Duration
 
-	// KeepAlive is how long a peer waits at most for a packet when there is
-	// nothing to say. A process sends two packets in that time, to all its peers
-	// together: with more than two peers each has to wait longer, and is told how long
-	// that may be, its rest. Pairs of which one needs the other are kept at the full
-	// pace, see [Keeper]. A peer is silent after its rest and 20 keep-alives, and
-	// lost after its rest and 200: then its address is tried every 1 to 5 s. In
-	// [Floor, 1m]; unset means 50 ms, or Floor if that is more. It should be the same
-	// everywhere.
+	// KeepAlive is the longest time that a peer waits for a packet when there is nothing to say. A
+	// process sends two packets in that time, to all its peers together. With more than two peers
+	// each peer waits longer. Each packet announces how much later than a keep-alive the next one
+	// may come: that is the rest of its sender. If one peer of a pair needs the other, the pair
+	// stays at the full pace; see [Keeper].
+	//
+	// A peer is silent after its rest plus 20 keep-alives, and lost after its rest plus 200. The
+	// address of a lost peer is tried every 1 to 5 s. In [Floor, 1m]; unset means 50 ms, or Floor
+	// if that is more. Use the same value in the whole fleet.
 	KeepAlive time.Duration
 
-	// MaxPacket bounds a packet, in bytes. In [512, 1400]; unset means 1,400. A
-	// driver that encrypts takes what that adds off, as a [Node] does.
+	// MaxPacket is the longest packet in bytes. In [512, 1400]; unset means 1,400. A driver that
+	// encrypts subtracts its overhead, as a [Node] does.
 	MaxPacket int
 
-	// MaxPeers bounds the peers that are known, dead ones included; the table of
-	// addresses has four times as many. When it is full, the one that was lost for
-	// longest makes room: that incarnation is over then, and is told so if it comes back.
-	// If none was lost for ten minutes the newcomer is refused and counted. In
-	// [1, 4096]; unset means 512. A peer costs about 2 KB and 1 KB per section.
+	// MaxPeers is the most peers that are known, dead ones included. When so many are known, the
+	// lost peer that was not heard for longest makes room for a newcomer. That incarnation is over,
+	// and is told so if it comes back. If every lost peer was heard in the last ten minutes, the
+	// newcomer is refused and counted. The table of addresses has four times as many entries. In
+	// [1, 4096]; unset means 512. A peer costs about 2 KB plus 1 KB per section.
 	MaxPeers int
 
-	// Burst is how many packets one Step sends at most; what is left over is due
-	// at once. In [1, 4096]; unset means 128. When more are due, peers that are
-	// late by more than KeepAlive come first, then those nearby.
+	// Burst is the most packets that one Step sends. The others are due again at once. When more
+	// are due, peers that are late by more than KeepAlive come first, then nearby peers. In [1,
+	// 4096]; unset means 128.
 	Burst int
 }
 
@@ -86,8 +85,8 @@ func def[T comparable](field *T, value T) {
 	}
 }
 
-// Validate reports everything that is wrong with c at once, as an error that
-// is [ErrConfig], or nil. Unset fields are judged as their defaults.
+// Validate reports all faults of c at once, as an error that is [ErrConfig], or nil. An unset field
+// is checked as its default.
 func (c Config) Validate() error {
 	var wrong []error
 	bad := func(field string, value any, want string) {
@@ -137,10 +136,9 @@ type optionFunc func(*options)
 
 func (f optionFunc) apply(o *options) { f(o) }
 
-// WithSection has the session move a section, known to all peers by its name,
-// which has 1 to 255 bytes. In a packet the sections take turns at being first,
-// so that one that always fills its room does not starve the others. A peer
-// without the section acknowledges what it ignores.
+// WithSection adds a section to the session. All peers know it by its name, of 1 to 255 bytes. In a
+// packet the sections take turns at being first, so that a section that always fills its room does
+// not starve the others. A peer without the section acknowledges its changes and ignores them.
 func WithSection(name string, s Section) Option {
 	return optionFunc(func(o *options) {
 		count, _ := s.(Counter)
@@ -149,9 +147,9 @@ func WithSection(name string, s Section) Option {
 	})
 }
 
-// WithRand sets where jitter comes from: f returns numbers in [0, 1), and is
-// called when an address that does not answer is tried. The default is
-// math/rand/v2; a simulation that must replay gives its own.
+// WithRand sets the source of random numbers: f returns numbers in [0, 1). The session uses them
+// for the waits between tries of an address, for rests, and for the id of an incarnation that
+// rejoins. The default is math/rand/v2. A simulation that must repeat exactly supplies its own.
 func WithRand(f func() float64) Option {
 	return optionFunc(func(o *options) { o.rand = f })
 }

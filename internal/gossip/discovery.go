@@ -20,27 +20,28 @@ import (
 	"time"
 )
 
-// Discovery says where processes of the fleet may be. A [Node] asks every 1 to
-// 5 s, all that it has at once, so it should be cheap, and must not outlast ctx. What
-// comes with an error is used too. It may name this process, dead ones and others' again.
+// Discovery finds addresses at which processes of the fleet may be. A [Node] calls all its
+// discoveries at once, every 1 to 5 s, so Addrs should be cheap, and must return when ctx ends.
+// Addresses that come with an error are used too. Addrs may also return this process, dead ones,
+// and addresses that another discovery returns.
 type Discovery interface {
 	Addrs(ctx context.Context) ([]netip.AddrPort, error)
 }
 
-// Resolver looks host names up; *net.Resolver is one. It is called from several
-// goroutines, and must not outlast ctx.
+// Resolver looks up host names; *net.Resolver is one. Several goroutines call it. It must return
+// when ctx ends.
 type Resolver interface {
 	LookupNetIP(ctx context.Context, network, host string) ([]netip.Addr, error)
 }
 
-// Seeds is a fixed list of "host:port", whose host names are looked up each time.
-// A nil resolver is net.DefaultResolver.
+// Seeds returns a fixed list of "host:port", whose host names are looked up each time. A nil
+// resolver is net.DefaultResolver.
 func Seeds(resolver Resolver, seeds ...string) Discovery {
 	return list{resolver: resolver, hosts: seeds}
 }
 
-// DNS is all addresses, A and AAAA, of one name, "name:port": the processes behind
-// a headless service. It is a list of one.
+// DNS returns all addresses, A and AAAA, of one name, "name:port": the processes behind a headless
+// service. It is a list of one.
 func DNS(resolver Resolver, name string) Discovery {
 	return list{resolver: resolver, hosts: []string{name}}
 }
@@ -50,8 +51,8 @@ type list struct {
 	hosts    []string
 }
 
-// Addrs looks the names up side by side: one that gets no answer costs the others
-// nothing while fewer than lookups of them do so.
+// Addrs looks up the names in parallel, and returns when all lookups have ended. A name that gets
+// no answer delays the lookups of others only if as many as lookups get none.
 func (l list) Addrs(ctx context.Context) ([]netip.AddrPort, error) {
 	found := make([][]netip.AddrPort, len(l.hosts))
 	wrong := make([]error, len(l.hosts))
@@ -69,8 +70,8 @@ func (l list) Addrs(ctx context.Context) ([]netip.AddrPort, error) {
 }
 
 const (
-	lookups    = 16          // at once
-	lookupTime = time.Second // of one name
+	lookups    = 16          // most names at once
+	lookupTime = time.Second // limit for one name
 )
 
 func resolve(ctx context.Context, r Resolver, hostPort string) ([]netip.AddrPort, error) {
@@ -109,13 +110,12 @@ func splitHostPort(s string) (host string, port uint16, err error) {
 	return host, uint16(n), nil
 }
 
-// maxFile bounds what is read of a file.
+// maxFile is the most bytes that are read of a file.
 const maxFile = 1 << 20
 
-// File is the "host:port" lines of a file. What comes after # is a comment. It is
-// read again when its time or size has changed; a line that is no address is left
-// out and reported, and when the file cannot be read the last content counts. A
-// nil resolver is net.DefaultResolver.
+// File returns the "host:port" lines of a file. A # begins a comment. The file is read again when
+// its time or size has changed. A line that is no address is left out and reported. When the file
+// cannot be read, its last content counts. A nil resolver is net.DefaultResolver.
 func File(resolver Resolver, path string) Discovery {
 	return &file{path: path, list: list{resolver: resolver}}
 }
@@ -128,7 +128,7 @@ type file struct {
 	read  bool
 	time  time.Time
 	size  int64
-	wrong error // of the lines
+	wrong error // faults of the lines
 }
 
 func (f *file) Addrs(ctx context.Context) ([]netip.AddrPort, error) {
@@ -148,7 +148,7 @@ func (f *file) reload() error {
 	if f.read && info.ModTime().Equal(f.time) && info.Size() == f.size {
 		return nil
 	}
-	if !info.Mode().IsRegular() { // opening another might wait for ever
+	if !info.Mode().IsRegular() { // opening another kind might never return
 		return fmt.Errorf("gossip: discovery: %s is no regular file", f.path)
 	}
 	in, err := os.Open(f.path)
@@ -202,8 +202,8 @@ func parseBind(s string) (netip.AddrPort, error) {
 	return netip.AddrPortFrom(ip, uint16(port)), nil
 }
 
-// ownAddr is the address by which others may reach this host: a private one, or
-// else any that is not the host's alone, or else the loopback.
+// ownAddr guesses the address by which others reach this host, among its global unicast addresses:
+// IPv4 before IPv6, then private before public. If there are none, it is the loopback.
 func ownAddr() netip.Addr {
 	best := netip.AddrFrom4([4]byte{127, 0, 0, 1})
 	rank := 0

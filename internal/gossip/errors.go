@@ -5,5 +5,5 @@ package gossip
 
 import "errors"
 
-// ErrConfig is what every problem that [Config.Validate] finds is.
+// ErrConfig is the error, for errors.Is, of every fault that [Config.Validate] finds.
 var ErrConfig = errors.New("gossip: config")

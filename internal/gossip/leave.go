@@ -12,20 +12,20 @@ import (
 )
 
 const (
-	leaveEvery  = 10 * time.Millisecond // to each peer that has not acknowledged; as often as a peer answers
-	mournFor    = time.Minute           // how long others are told that somebody left
+	leaveEvery  = 10 * time.Millisecond // to each peer that has not acknowledged; a peer answers as often
+	mournFor    = time.Minute           // how long others are told about a departure
 	mournAtMost = 64
 )
 
-// departed is an incarnation that ended by its own word. Those who heard it pass it on
-// with their introductions, to whom the leaving process did not reach.
+// departed is an incarnation that left in order. Peers that heard it pass it on with their
+// introductions, to peers that the leaving process did not reach.
 type departed struct {
 	incarnation crdt.Replica
 	until       time.Duration
 }
 
-// leave is Step once the incarnation is over: every peer is told, again and again,
-// until it says that it knows. Who is not heard is told too, but not waited for.
+// leave is Step once the incarnation is over. Every peer is told again and again until it
+// acknowledges. A silent peer is told too, but not waited for.
 func (s *Session) leave(now time.Duration, ev Event, actions []Action) []Action {
 	if ev.Kind == Packet {
 		s.stats.PacketsIn++
@@ -78,14 +78,14 @@ func (s *Session) leave(now time.Duration, ev Event, actions []Action) []Action 
 	return append(actions, Action{Kind: Left})
 }
 
-// A departure is what leave found when it last looked at all peers. Of many who leave
-// at once each gets a packet of all the others, and looks at all for each.
+// A departure is what leave found when it last looked at all peers. When many leave at once, each
+// gets a packet from all the others. The departure saves a look at all peers for each.
 type departure struct {
-	waits *peer // one who is waited for; nil is nobody
-	first int   // how many are due at the next wake
+	waits *peer // a peer that is waited for; nil if there is none
+	first int   // number of peers that are due at the next wake
 }
 
-// same tells whether looking at all peers again would change nothing.
+// same reports whether looking at all peers again would change nothing.
 func (d *departure) same(now time.Duration, s *Session) bool {
 	return now < s.wake && d.first > 0 && d.waits != nil && !d.waits.knows && !d.waits.silent(now, s.silence())
 }
@@ -105,8 +105,8 @@ func (s *Session) leaveDue(p *peer) time.Duration {
 	return p.sentAt + s.cfg.Floor
 }
 
-// acknowledged takes in a packet while we leave: who refuses this incarnation knows that
-// it is over, who leaves too need not know, and who sends anything else is there.
+// acknowledged takes in a packet while we leave. A peer that refuses this incarnation knows that it
+// is over. A peer that leaves too need not know. A peer that sends anything else is there.
 func (s *Session) acknowledged(now time.Duration, ev Event) (reason Reason, by crdt.Replica) {
 	h := &s.in
 	body, err := h.parse(ev.Packet)
@@ -130,7 +130,7 @@ func (s *Session) acknowledged(now time.Duration, ev Event) (reason Reason, by c
 		s.informed(p)
 		return Departure, crdt.Replica{Name: p.incarnation.Name, Incarnation: h.fromInc}
 	case h.flags&flagRefusal == 0:
-		// What somebody sends again says nothing of who is there.
+		// A repeated packet does not show that its sender is there.
 		if ours && p.receive(h.seq) == Accepted || !ours && h.sent > p.theirs || h.fromInc > p.incarnation.Incarnation {
 			p.heardAt, p.waits, p.theirs = now, 0, max(p.theirs, h.sent)
 		}
@@ -144,8 +144,7 @@ func (s *Session) acknowledged(now time.Duration, ev Event) (reason Reason, by c
 	return Refusal, by
 }
 
-// departed takes in that an incarnation has ended by its own word. The answer tells it
-// that this is known.
+// departed takes in that an incarnation left. The answer tells that incarnation that this is known.
 func (s *Session) departed(now time.Duration, incarnation crdt.Replica) (reason Reason, answer crdt.Replica) {
 	p := s.byName[incarnation.Name]
 	switch {
@@ -154,7 +153,7 @@ func (s *Session) departed(now time.Duration, incarnation crdt.Replica) (reason 
 	case p != nil:
 		s.depart(now, p, incarnation)
 	}
-	return Departure, incarnation // of one we never met there is nothing to remember, or anybody could fill the memory
+	return Departure, incarnation // an incarnation we never met is not remembered, or anybody could fill the memory
 }
 
 // depart ends the incarnation of p, and any up to the given one, and has others told.
@@ -168,7 +167,7 @@ func (s *Session) depart(now time.Duration, p *peer, incarnation crdt.Replica) {
 	s.left = append(s.left, departed{incarnation: incarnation, until: now + mournFor})
 }
 
-// departures appends who left lately.
+// departures appends recent departures, the latest first, as far as there is room.
 func (s *Session) departures(now time.Duration, b []byte, room int) []byte {
 	for len(s.left) > 0 && s.left[0].until <= now {
 		s.left = slices.Delete(s.left, 0, 1)
@@ -192,7 +191,7 @@ func (s *Session) departures(now time.Duration, b []byte, room int) []byte {
 	return closeBlock(b, content)
 }
 
-// mourn takes in who left, as from says. What is malformed in it is left out.
+// mourn takes in the departures that from knows, up to the first malformed one.
 func (s *Session) mourn(now time.Duration, from *peer, b []byte) {
 	for r := read(b); r.Len() > 0; {
 		name := r.short("name")

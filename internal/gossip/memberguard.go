@@ -10,9 +10,9 @@ import (
 	"time"
 )
 
-// memberlist reserves memory by what a message announces, unpacks what is compressed,
-// and starts a goroutine for each indirect probe. So nothing reaches it that its own
-// kind would not send here: compression, encryption, labels and user messages are off.
+// memberlist reserves memory by the lengths in a message, unpacks compressed messages, and starts a
+// goroutine for each indirect probe. So it only gets messages that memberlist would send here:
+// compression, encryption, labels and user messages are off.
 
 // The types of memberlist's messages.
 const (
@@ -30,9 +30,9 @@ const (
 )
 
 const (
-	memberText  = 1024 // bytes of a text in a message; metadata has at most 204
-	memberDepth = 3    // of lists and maps in each other
-	memberNode  = 1024 // bytes of one node of a push and pull, as it travels
+	memberText  = 1024 // most bytes of a text in a message; metadata has at most 204
+	memberDepth = 3    // most levels of nested lists and maps
+	memberNode  = 1024 // most bytes of one node of a push and pull, as it travels
 )
 
 var (
@@ -40,8 +40,8 @@ var (
 	errShort  = errors.New("gossip: more is to come")
 )
 
-// vetPacket tells whether a packet may be handed to memberlist, and how many
-// indirect probes are in it.
+// vetPacket reports whether a packet may be handed to memberlist, and how many indirect probes are
+// in it.
 func vetPacket(b []byte) (probes int, ok bool) {
 	if len(b) > checksum && b[0] == memberCRC {
 		b = b[checksum:]
@@ -89,14 +89,15 @@ func vetMessage(b []byte) (probes int, ok bool) {
 	return probes, err == nil
 }
 
-// vetted is how far the message at the front of a stream has been looked at.
+// vetted says how far the message at the front of a stream was checked.
 type vetted struct {
-	size int    // bytes of whole objects
+	size int    // bytes of whole objects that were checked
 	left uint64 // objects that are still to come
 }
 
-// vet looks at what has come of a stream's message. The error is nil when all of it is
-// there, errShort if not, errMember if it never may be. most bounds the nodes in it.
+// vet checks the bytes of a stream's message that have come. The error is nil when all of it is
+// there, errShort while more is to come, errMember if it never may be let through. most bounds its
+// nodes.
 func (v *vetted) vet(b []byte, most int) error {
 	if v.size == 0 {
 		if len(b) == 0 {
@@ -132,7 +133,7 @@ func (v *vetted) vet(b []byte, most int) error {
 	return nil
 }
 
-// pushPullHeader reads {Nodes, UserStateLen, Join} of an object that is whole.
+// pushPullHeader reads {Nodes, UserStateLen, Join} from a whole object.
 func pushPullHeader(b []byte) (nodes, user uint64, ok bool) {
 	if b[0]&0xF0 != 0x80 {
 		return 0, 0, false
@@ -158,7 +159,7 @@ func pushPullHeader(b []byte) (nodes, user uint64, ok bool) {
 			user = value
 		case "Join":
 			isUint = true
-		default: // or a name in another form, which memberlist reads
+		default: // also a name in another form, which memberlist would accept
 			return 0, 0, false
 		}
 		if !isUint {
@@ -168,7 +169,7 @@ func pushPullHeader(b []byte) (nodes, user uint64, ok bool) {
 	return nodes, user, true
 }
 
-// textOf is the text of an object that is whole; nil if it is none.
+// textOf returns the text of a whole object, or nil if it is not a text.
 func textOf(b []byte) []byte {
 	switch c := b[0]; {
 	case c&0xE0 == 0xA0:
@@ -258,7 +259,7 @@ func skipObject(b []byte, depth int) (size int, err error) {
 	return size, nil
 }
 
-// A quota lets at most so many through in each second.
+// A quota lets at most a given number through in each second.
 type quota struct {
 	second time.Time
 	used   int
@@ -275,8 +276,8 @@ func (q *quota) take(now time.Time, n, most int) bool {
 	return true
 }
 
-// What membership may say in a second. A node of a fleet of any size sends and gets
-// some 30 packets a second, and is asked to probe for others when one falls silent.
+// Limits of membership in a second. In a fleet of any size, a node sends and gets about 30 packets
+// a second. It is asked to probe for others when a node falls silent.
 const (
 	memberPackets = 4000
 	memberProbes  = 200

@@ -24,8 +24,8 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
-// Member is a process as membership knows it. It is a hint: whether it is there
-// now is what [Peer] says.
+// Member is a process as membership knows it. It is a hint: [Peer] says whether the process is
+// there now.
 type Member struct {
 	crdt.Replica
 	Addr         netip.AddrPort
@@ -34,8 +34,8 @@ type Member struct {
 
 const metaVersion = 1
 
-// makeMeta is what membership carries of a process: at most 204 bytes of the 512
-// that there is room for.
+// makeMeta returns the metadata that membership carries for a process: at most 204 of the 512 bytes
+// that memberlist allows.
 func makeMeta(m Member) []byte {
 	b := []byte{metaVersion}
 	b = appendString(b, m.Name)
@@ -56,7 +56,7 @@ func parseMeta(b []byte) (m Member, ok bool) {
 	return m, ok
 }
 
-// memberOf reads what memberlist says of a node.
+// memberOf reads the metadata and the address of a memberlist node.
 func memberOf(n *memberlist.Node) (Member, error) {
 	m, ok := parseMeta(n.Meta)
 	if !ok {
@@ -69,8 +69,8 @@ func memberOf(n *memberlist.Node) (Member, error) {
 	return m, nil
 }
 
-// members is what memberlist calls. It does so under its own lock, so nothing
-// here waits.
+// members has the methods that memberlist calls. memberlist holds its own lock then, so none of
+// them waits.
 type members struct {
 	meta  []byte
 	limit int
@@ -78,17 +78,17 @@ type members struct {
 	log   *scribe
 
 	mu    sync.Mutex
-	known map[string]Member // by memberlist's names; its own nodes change while one looks
-	names float64           // that were new of late, and are forgotten at limit in namesFor
-	at    time.Time         // when that was counted
+	known map[string]Member // by memberlist's name; copies, since memberlist changes its nodes at any time
+	names float64           // count of recent new names; it falls by limit in each namesFor
+	at    time.Time         // when names was last updated
 }
 
-// namesFor is how long as many new names take to be forgotten as there may be members:
-// memberlist remembers who is gone for a round of its probes.
+// namesFor is the time in which the count of new names falls by the limit of members. memberlist
+// remembers a member that is gone for one round of its probes.
 const namesFor = 5 * time.Minute
 
-// newNameLocked tells whether one more name that is not known may come: twice as many as
-// there may be members at once, such as a fleet that starts again.
+// newNameLocked reports whether one more unknown name may come. At most twice the limit of members
+// may come at once, such as a fleet that restarts.
 func (m *members) newNameLocked(now time.Time) bool {
 	if past := now.Sub(m.at); past > 0 {
 		m.names = max(0, m.names-float64(m.limit)*float64(past)/float64(namesFor))
@@ -101,22 +101,22 @@ func (m *members) newNameLocked(now time.Time) bool {
 	return true
 }
 
-// NodeMeta is what others learn of this process.
+// NodeMeta returns the metadata that others learn about this process.
 func (m *members) NodeMeta(int) []byte { return m.meta }
 
 // NotifyMsg ignores user messages: none are sent.
 func (m *members) NotifyMsg([]byte) {}
 
-// GetBroadcasts has none: the session sends its own packets.
+// GetBroadcasts returns nothing: the session sends its own packets.
 func (m *members) GetBroadcasts(int, int) [][]byte { return nil }
 
 // LocalState is empty: push and pull carry membership only.
 func (m *members) LocalState(bool) []byte { return nil }
 
-// MergeRemoteState ignores what others may have.
+// MergeRemoteState ignores the state of others.
 func (m *members) MergeRemoteState([]byte, bool) {}
 
-// NotifyAlive refuses who is malformed, and one too many.
+// NotifyAlive refuses malformed members, and members over the limits.
 func (m *members) NotifyAlive(n *memberlist.Node) error {
 	if _, err := memberOf(n); err != nil {
 		return err
@@ -136,7 +136,7 @@ func (m *members) NotifyJoin(n *memberlist.Node) {
 	}
 }
 
-// NotifyUpdate is as NotifyJoin.
+// NotifyUpdate has the session try the member's address.
 func (m *members) NotifyUpdate(n *memberlist.Node) { m.learn(n) }
 
 func (m *members) learn(n *memberlist.Node) (Member, bool) {
@@ -151,7 +151,7 @@ func (m *members) learn(n *memberlist.Node) (Member, bool) {
 	return member, true
 }
 
-// NotifyLeave forgets; the session judges by itself who is there.
+// NotifyLeave forgets the member. The session itself judges which peers are there.
 func (m *members) NotifyLeave(n *memberlist.Node) {
 	m.mu.Lock()
 	member, ok := m.known[n.Name]
@@ -168,25 +168,25 @@ func (m *members) list() []Member {
 	return slices.SortedFunc(maps.Values(m.known), func(a, b Member) int { return a.Compare(b.Replica) })
 }
 
-// scribe logs what is said of membership, and by memberlist, which holds its own lock
-// then: nothing is written there, but soon after.
+// scribe logs lines about membership, its own and memberlist's. memberlist holds its lock when it
+// logs, so scribe queues each line, and its goroutine writes the line soon after.
 type scribe struct {
 	log   *slog.Logger
-	debug bool // whether memberlist's own lines are wanted, as it was when the node began
+	debug bool // whether memberlist's own lines are logged; read once, when the node begins
 	lines chan slog.Record
-	lost  atomic.Uint64 // lines, while there was no room
+	lost  atomic.Uint64 // lines dropped because the queue was full
 }
 
 const (
 	scribeRoom = 256
-	scribeLast = 100 * time.Millisecond // for the lines that are left when the node ends
+	scribeLast = 100 * time.Millisecond // longest time to write the remaining lines when the node ends
 )
 
 func newScribe(log *slog.Logger) *scribe {
 	return &scribe{log: log, debug: log.Enabled(context.Background(), slog.LevelDebug), lines: make(chan slog.Record, scribeRoom)}
 }
 
-// say does not wait, and calls nothing of the user's.
+// say queues a line. It does not wait, and calls no code of the user.
 func (s *scribe) say(level slog.Level, text string, args ...any) {
 	line := slog.NewRecord(time.Now(), level, text, 0)
 	line.Add(args...)
@@ -197,14 +197,14 @@ func (s *scribe) say(level slog.Level, text string, args ...any) {
 	}
 }
 
-// Write says a line that memberlist writes.
+// Write queues a line that memberlist logs.
 func (s *scribe) Write(b []byte) (int, error) {
 	s.say(slog.LevelDebug, "gossip: memberlist", "line", string(bytes.TrimSpace(b)))
 	return len(b), nil
 }
 
-// write is the goroutine that logs. It ends after ctx, when it has logged what was
-// said until then, or a part of it if that takes too long.
+// write is the goroutine that logs. After ctx has ended it writes the queued lines, but stops after
+// scribeLast.
 func (s *scribe) write(ctx context.Context) {
 	for {
 		select {
@@ -231,8 +231,8 @@ func (s *scribe) put(line slog.Record) {
 	}
 }
 
-// newMemberlist starts memberlist over t. Each incarnation has a name of its own in it,
-// so a process that comes back at another address conflicts with nobody.
+// newMemberlist starts memberlist over t. Each incarnation has its own name in memberlist, so a
+// process that comes back at another address conflicts with nobody.
 func newMemberlist(t *transport, m *members, self crdt.Replica) (*memberlist.Memberlist, error) {
 	c := memberlist.DefaultLANConfig()
 	c.Name = self.String()
@@ -255,23 +255,23 @@ func newMemberlist(t *transport, m *members, self crdt.Replica) (*memberlist.Mem
 	return memberlist.Create(c)
 }
 
-// checksum is the size of the header that memberlist puts before a packet that it has
-// filled.
+// checksum is the size of the header that memberlist puts before a packet that it has filled.
 const checksum = 5
 
-// Rejoining: at random between these, and sooner while nobody was met.
+// How often the node rejoins: after rejoinWait plus a random part of rejoinJitter, and sooner while
+// it has met nobody.
 const (
 	rejoinWait   = time.Second
 	rejoinJitter = 3 * time.Second
 	rejoinFirst  = 200 * time.Millisecond
-	rejoinTime   = 2 * time.Second // for discovery
-	rejoinTries  = 3               // streams to addresses of no member, each time
+	rejoinTime   = 2 * time.Second // limit of one discovery
+	rejoinTries  = 3               // most streams to addresses without a member, each time
 )
 
-// rejoin is the goroutine that looks for processes which are not there: memberlist
-// forgets who is dead, and nobody else heals a split. The session is told of all
-// addresses that discovery has, and memberlist dials some of those at which it has
-// no member: discovered ones, and those of the session's peers.
+// rejoin is the goroutine that looks for processes that membership lacks. memberlist forgets dead
+// members, so nothing else heals a split. The session is told all discovered addresses. memberlist
+// dials some addresses at which it has no member: discovered ones, and those of the session's
+// peers.
 func (n *Node) rejoin() {
 	failing := false
 	for round := 0; ; round++ {
@@ -297,8 +297,8 @@ func (n *Node) rejoin() {
 	}
 }
 
-// discover asks all that know addresses, side by side, and tells the session of what
-// each found as it comes.
+// discover asks all sources of addresses in parallel, and tells the session the addresses of each
+// as they come.
 func (n *Node) discover() (found []netip.AddrPort, _ error) {
 	ctx, cancel := context.WithTimeout(n.ctx, rejoinTime)
 	defer cancel()
@@ -321,9 +321,9 @@ func (n *Node) discover() (found []netip.AddrPort, _ error) {
 	return slices.Concat(addrs...), errors.Join(wrong...)
 }
 
-// dialSome has memberlist join at some addresses where it has nobody: those that
-// discovery has and at which a peer is heard, then those of peers that are lost.
-// It reports whether there is anybody at all.
+// dialSome has memberlist join at some addresses where it has no member: first discovered addresses
+// and those of fresh peers, then those of other peers. It reports whether this node has met
+// anybody.
 func (n *Node) dialSome(found []netip.AddrPort) (met bool) {
 	there := map[netip.AddrPort]bool{n.t.self: true}
 	for _, m := range n.Members() {
@@ -343,14 +343,14 @@ func (n *Node) dialSome(found []netip.AddrPort) (met bool) {
 	var wg sync.WaitGroup
 	for _, a := range try[:min(len(try), rejoinTries)] {
 		wg.Go(func() {
-			_, _ = n.ml.Join([]string{a.String()}) // that nobody is there is no news
+			_, _ = n.ml.Join([]string{a.String()}) // an address without a process is expected
 		})
 	}
 	wg.Wait()
 	return met
 }
 
-// some returns addresses, each once, in random order, without those to skip.
+// some returns the addresses that are not in skip, each once, in random order.
 func (n *Node) some(addrs []netip.AddrPort, skip map[netip.AddrPort]bool) []netip.AddrPort {
 	slices.SortFunc(addrs, netip.AddrPort.Compare)
 	addrs = slices.DeleteFunc(slices.Compact(addrs), func(a netip.AddrPort) bool { return skip[a] })

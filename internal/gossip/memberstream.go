@@ -15,8 +15,8 @@ import (
 	"time"
 )
 
-// memberConn is a stream of memberlist's in frames, each sealed and numbered, so
-// that none can be left out, repeated, or put into another stream.
+// memberConn is a stream of memberlist's, cut into frames. Each frame is sealed and numbered, so
+// that no frame can be left out, repeated, or put into another stream.
 type memberConn struct {
 	net.Conn
 
@@ -24,11 +24,11 @@ type memberConn struct {
 	accepted bool
 	once     sync.Once
 
-	// One goroutine reads, and one writes, and the one who accepted reads first.
+	// One goroutine reads and one writes. On the accepting side a read comes first.
 	id       uint64
 	known    bool
 	in, out  uint32
-	rest     []byte // of the message that is being read
+	rest     []byte // unread part of the message
 	whole    bool
 	readBuf  []byte
 	restBuf  []byte
@@ -80,8 +80,8 @@ func (m *memberConn) Write(b []byte) (n int, err error) {
 	return n, nil
 }
 
-// Read gives memberlist one message, once all of it has come and is within bounds:
-// memberlist reserves memory by the lengths in it. Nothing follows a message.
+// Read gives memberlist one message, when all of it has come and is within bounds: memberlist
+// reserves memory by the lengths in it. Nothing follows a message in its stream.
 func (m *memberConn) Read(b []byte) (int, error) {
 	if !m.whole {
 		if err := m.gather(); err != nil {
@@ -97,7 +97,7 @@ func (m *memberConn) Read(b []byte) (int, error) {
 	return n, nil
 }
 
-// gather reads frames until there is a whole message in rest.
+// gather reads frames until rest is a whole message.
 func (m *memberConn) gather() error {
 	var v vetted
 	for {

@@ -19,25 +19,23 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
-// A Notifier is a [Section] that says when something has changed in it by itself,
-// and not by what the session merged. A [Node] asks for it when it starts; a
-// section that is no Notifier is looked at with each keep-alive, and after [Node.Kick].
+// A Notifier is a [Section] that reports its own changes, not those that the session merged. A
+// [Node] subscribes when it starts. The Node looks at other sections with each keep-alive, and
+// after [Node.Kick].
 type Notifier interface {
-	// OnChange has f called after each change, from any goroutine; nil ends that.
-	// f never waits, allocates nothing and calls nothing back, so it may be called
-	// with the section's lock held.
+	// OnChange has f called after each change, from any goroutine; nil ends that. f does not wait,
+	// allocate or call back, so it may be called with the section's lock held.
 	OnChange(f func())
 }
 
-// Node is a live [Session]: sockets, timer and membership around it. It is safe
-// for concurrent use, but a section must not call its Node from within Mark,
-// Delta, Merge or Gone, except for Kick: the Node waits for the section there.
+// Node is a live [Session] with its sockets, timer and membership. It is safe for concurrent use.
+// But a section must not call its Node from within Mark, Delta, Merge or Gone, except for Kick: the
+// Node waits for the section there.
 //
-// One goroutine owns the session and steps it; others read the sockets, write
-// streams, look for processes, and log what membership says. All of them end with
-// [Node.Close].
-// memberlist's own, of which there are some ten, end then too, but for a probe
-// that is under way: it sends nothing and is over within 2 s.
+// One goroutine owns the session and steps it. Others read the sockets, write streams, look for
+// processes, and log membership. All of them end with [Node.Close]. memberlist has about ten
+// goroutines of its own. They end then too, except a probe that is under way: it sends nothing and
+// is over within 2 s.
 type Node struct {
 	cfg       NodeConfig
 	log       *slog.Logger
@@ -48,7 +46,7 @@ type Node struct {
 	ml        *memberlist.Memberlist
 	members   *members
 
-	kicked atomic.Bool // since the session last looked at all marks
+	kicked atomic.Bool // Kick was called since the session last looked at all marks
 	kick   chan struct{}
 	calls  chan func()
 	hints  hints
@@ -58,14 +56,14 @@ type Node struct {
 	ctx    context.Context //nolint:containedctx // the node's lifetime, which Close ends
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
-	owned  chan struct{} // closed when the owner has ended
-	left   chan struct{} // closed when all who are heard know that we leave
+	owned  chan struct{} // closed when own has ended
+	left   chan struct{} // closed when all peers that are heard know that we leave
 	done   chan struct{} // closed when everything has ended
 
 	closing sync.Once
 	leaving sync.Mutex // held while memberlist leaves or ends
 
-	// The session belongs to the owner. When that has ended, mu guards it.
+	// The session belongs to the goroutine own. After own has ended, mu guards it.
 	mu      sync.Mutex
 	session *Session
 	actions []Action
@@ -86,17 +84,17 @@ var (
 	// ErrClosed says that a Node has been closed.
 	ErrClosed = errClosed
 
-	// ErrDisplaced says that a later incarnation of the Node's name is at work, or that
-	// a peer gave this one up for newcomers, see [Config.MaxPeers].
+	// ErrDisplaced says that a later incarnation of the Node's name runs, or that a peer gave this
+	// incarnation up for newcomers; see [Config.MaxPeers].
 	ErrDisplaced = errors.New("gossip: displaced by a later incarnation, or given up by a peer")
 
-	// ErrUnacknowledged says that not all who were heard acknowledged a departure.
+	// ErrUnacknowledged says that not all peers that were heard acknowledged a departure.
 	ErrUnacknowledged = errors.New("gossip: left before all had acknowledged it")
 )
 
-// Start listens and begins to gossip; it does not wait until anybody is met. The
-// sections are those of [WithSection]. The error is all that [NodeConfig.Validate]
-// and the options find, or that of listening.
+// Start listens and begins to gossip. It does not wait until a peer is met. The sections are those
+// of [WithSection]. The error is everything that [NodeConfig.Validate] and the options find, or an
+// error of listening or membership.
 //
 // Call [Node.Leave] or [Node.Close] in the end.
 func Start(cfg NodeConfig, opts ...Option) (*Node, error) {
@@ -113,7 +111,7 @@ func Start(cfg NodeConfig, opts ...Option) (*Node, error) {
 	if err != nil {
 		return nil, err
 	}
-	bind, _ := parseBind(cfg.Bind) // Validate has looked at it
+	bind, _ := parseBind(cfg.Bind) // Validate has checked it
 	ln, udp, err := listen(bind, cfg.Network)
 	if err != nil {
 		return nil, fmt.Errorf("gossip: listen: %w", err)
@@ -176,7 +174,7 @@ func (n *Node) newTransport(ln *net.TCPListener, udp *net.UDPConn, o nodeOptions
 	self := canonical(bound)
 	told := netip.AddrPortFrom(netip.Addr{}, bound.Port())
 	if n.cfg.Advertise != "" {
-		self = canonical(netip.MustParseAddrPort(n.cfg.Advertise)) // Validate has looked at it
+		self = canonical(netip.MustParseAddrPort(n.cfg.Advertise)) // Validate has checked it
 		told = self
 	} else if self.Addr().IsUnspecified() {
 		self = netip.AddrPortFrom(ownAddr(), bound.Port())
@@ -193,7 +191,7 @@ func (n *Node) newTransport(ln *net.TCPListener, udp *net.UDPConn, o nodeOptions
 		room:    n.cfg.MaxPeers + 128,
 		packets: make(chan *memberlist.Packet, 256),
 		streams: make(chan net.Conn),
-		nodes:   2 * 4 * n.cfg.MaxPeers, // membership remembers the dead for a while
+		nodes:   2 * 4 * n.cfg.MaxPeers, // membership remembers dead members for a while
 		outs:    map[netip.AddrPort]*outStream{},
 		conns:   map[net.Conn]struct{}{},
 	}
@@ -207,8 +205,8 @@ func (n *Node) newTransport(ln *net.TCPListener, udp *net.UDPConn, o nodeOptions
 	return t
 }
 
-// Self is the name of this process and its incarnation now: higher than that of its
-// configuration if it had to go above another one of its name.
+// Self is the name and the present incarnation of this process. The incarnation is higher than the
+// configured one if the process had to go above another one of its name.
 func (n *Node) Self() (self crdt.Replica) {
 	n.call(func() { self = n.session.Self() })
 	return self
@@ -236,9 +234,9 @@ func (n *Node) setErr(err error) {
 	}
 }
 
-// Kick says that a section has changed. It does not wait and allocates nothing:
-// one atomic operation while an earlier kick is still to be served, so call it
-// after every change, with whatever lock held. Sections that are a [Notifier] do.
+// Kick says that a section has changed. It does not wait and allocates nothing. While an earlier
+// kick is pending it costs one atomic operation. So call it after every change; any lock may be
+// held. A section that is a [Notifier] calls it by itself.
 func (n *Node) Kick() {
 	if n.kicked.Load() || n.kicked.Swap(true) {
 		return
@@ -267,17 +265,16 @@ func (n *Node) hint(addrs ...netip.AddrPort) {
 
 // own is the goroutine that owns the session.
 //
-// Why no kick is lost: Kick is called after the change. If it finds the flag
-// set, the flag is cleared later, by step, and step's Marks come after that. If
-// not, it leaves a token in the channel. While the flag stands and the floor keeps
-// the session from looking, wake is the floor.
+// No kick is lost. Kick is called after the change. If Kick finds the flag set, own clears the flag
+// later, and step reads the Marks after that. If not, Kick leaves a token in the channel. While the
+// flag is set and the floor keeps the session from looking, the node wakes at the floor.
 func (n *Node) own() {
 	defer close(n.owned)
 	alarm := newAlarm()
 	defer alarm.close()
 	armed := Never
 	for {
-		// One that is set too early rings in vain once; that is cheaper than to stop it.
+		// An alarm that is set too early rings once without need. That is cheaper than stopping it.
 		if wake := n.wake(); wake < armed {
 			armed = wake
 			alarm.set(wake - n.clock())
@@ -305,8 +302,8 @@ func (n *Node) own() {
 	}
 }
 
-// drain takes in packets that have come meanwhile, but lets no flood keep the
-// timer waiting.
+// drain takes in packets that have come meanwhile, 64 at most, so that a flood does not delay the
+// timer.
 func (n *Node) drain() {
 	for range 64 {
 		select {
@@ -331,7 +328,7 @@ func (n *Node) receive(d *datagram) {
 	d.free()
 }
 
-// step steps the session and does what it says.
+// step steps the session and carries out its actions.
 func (n *Node) step(ev Event) {
 	ev.Wall = time.Now().UnixNano()
 	n.actions = n.session.Step(n.clock(), ev, n.actions[:0])
@@ -358,7 +355,7 @@ func (n *Node) end() {
 		return // Leave closes it
 	default:
 	}
-	go func() { _ = n.Close() }() // waits for the owner, which is us
+	go func() { _ = n.Close() }() // Close waits for own, which is this goroutine
 	<-n.ctx.Done()
 }
 
@@ -372,7 +369,7 @@ func (n *Node) takeHints() {
 	}
 }
 
-// call runs f where the session may be used.
+// call runs f on the goroutine own, or here once own has ended.
 func (n *Node) call(f func()) {
 	ran := make(chan struct{})
 	select {
@@ -385,28 +382,27 @@ func (n *Node) call(f func()) {
 	}
 }
 
-// Peers returns every peer, those nearby first, then by name. After Close it is
-// how it stood.
+// Peers returns every peer, nearby peers first, then by name. After Close it returns the final
+// state.
 func (n *Node) Peers() (peers []Peer) {
 	n.call(func() { peers = n.session.Peers(n.clock(), nil) })
 	return peers
 }
 
-// Members returns the processes that membership takes to be there, this one
-// included, by name. Of one that died it says so for some seconds.
+// Members returns the processes that membership believes to be there, this one included, by name. A
+// process that died is still among them for some seconds.
 func (n *Node) Members() []Member { return n.members.list() }
 
-// flushTime is how long Leave waits at most until peers have acknowledged what
-// changed last.
+// flushTime is the longest time that Leave waits until peers have acknowledged the latest changes.
 const flushTime = time.Second
 
-// Leave ends the node in order. It waits up to a second until those who are heard
-// have acknowledged all changes; tells them that this incarnation is over, so that their
-// sections are told Gone at once, until all of them have said that they know; and
-// closes the node. What is not done when ctx ends is left out: then the error is
-// [ErrUnacknowledged], or that the node was displaced or closed before. It always
-// closes the node. A section that must be emptied first, such as a limiter that
-// has lent, is the caller's matter.
+// Leave ends the node in order. First it waits up to a second until all peers that are heard have
+// acknowledged all changes. Then it tells them that this incarnation is over, until all have
+// acknowledged that; their sections are told Gone at once. At last it closes the node, in any case.
+//
+// When ctx ends, Leave skips the rest and returns [ErrUnacknowledged]. If the node was displaced or
+// closed before, it returns that error. The caller must first empty a section that needs it, such
+// as a limiter that has lent.
 func (n *Node) Leave(ctx context.Context) error {
 	defer func() { _ = n.Close() }()
 	flush, cancel := context.WithTimeout(ctx, flushTime)
@@ -436,12 +432,12 @@ func (n *Node) Leave(ctx context.Context) error {
 		if until, ok := ctx.Deadline(); ok {
 			limit = min(limit, max(time.Until(until), time.Millisecond))
 		}
-		_ = n.ml.Leave(limit) // a hint to the others: that it did not go out does not matter
+		_ = n.ml.Leave(limit) // a hint to the others: an error does not matter
 	}
 	return err
 }
 
-// behind says whether somebody who is heard has not acknowledged a change.
+// behind reports whether a fresh peer has not acknowledged a change.
 func (n *Node) behind() (behind bool) {
 	n.call(func() {
 		now := n.clock()
@@ -452,9 +448,9 @@ func (n *Node) behind() (behind bool) {
 	return behind
 }
 
-// Close ends the node at once and returns when its goroutines have ended; nothing
-// is sent after that. To the others this incarnation falls silent; see Leave. It may be
-// called more than once, but not by a section from within a call of the session.
+// Close ends the node at once and returns when its goroutines have ended. Nothing is sent after
+// that. To the others this incarnation falls silent; see Leave. Close may be called more than once.
+// A section must not call it from within a call of the session.
 func (n *Node) Close() error {
 	n.closing.Do(func() {
 		n.setErr(ErrClosed)

@@ -21,40 +21,43 @@ const (
 	TCP = "tcp"
 )
 
-// NodeConfig is what an operator may set for a [Node]. What [Config] says must be
-// set; otherwise the zero value is valid and means the documented defaults.
+// NodeConfig holds an operator's settings of a [Node]. The required fields are those of [Config].
+// Every other field may be unset, which means its documented default.
 type NodeConfig struct {
 	Config
 
-	// Bind is the address and port that the node listens on, UDP and TCP alike:
-	// "10.0.0.5:7946", "[::]:7946" or ":7946" for all of the host's addresses. Port
-	// 0 is any that is free for both. Unset means "127.0.0.1:7946". [Start] refuses an
-	// address that is not loopback without [WithKeyring], unless Insecure is set.
+	// Bind is the address and port at which the node listens, for UDP and TCP: "10.0.0.5:7946",
+	// "[::]:7946", or ":7946" for all addresses of the host. Port 0 means any port that is free for
+	// both. Unset means "127.0.0.1:7946". Without [WithKeyring], [Start] refuses an address that is
+	// not loopback, unless Insecure is set.
 	Bind string
 
-	// Insecure lets the node listen beyond loopback without a key. Whoever reaches
-	// the port can then read and change what the fleet shares. The default is false.
+	// Insecure lets the node listen beyond loopback without a key. Then anyone who reaches the port
+	// can read and change the fleet's shared state. The default is false.
 	Insecure bool
 
-	// Advertise is the address at which others reach this node, "ip:port", where
-	// that is not the one it is bound to. Unset means Bind; and where that is all
-	// addresses, the first private one of the host, or else the first. Over UDP it
-	// matters to membership only, since peers answer where packets come from.
+	// Advertise is the address at which others reach this node, "ip:port", if it is not the bound
+	// one. Unset means Bind. If Bind is all addresses, unset means an IPv4 address of the host, a
+	// private one if there is one, or else an IPv6 address. Over UDP only membership uses it, since
+	// peers answer to the address that packets come from.
 	Advertise string
 
-	// Network is [UDP] or [TCP], the same in the whole fleet; unset means UDP. TCP
-	// is for networks that drop UDP: packets travel over one stream to each peer,
-	// and wait behind each other when the network loses one.
+	// Network is [UDP] or [TCP], the same in the whole fleet; unset means UDP. TCP is for networks
+	// that drop UDP: packets travel over one stream to each peer. A packet that the network loses
+	// then delays the packets behind it.
 	Network string
 
-	// Seeds are processes to begin with, "host:port". Host names are resolved again
-	// whenever they are used. DNS is one name whose addresses are all processes,
-	// "name:port", such as a headless service. File has one "host:port" a line, and
-	// comments after #, and is read again when it has changed. They add up. With none
-	// of them, and no [WithDiscovery], the node waits to be found.
+	// Seeds are processes to contact first, "host:port". Host names are resolved again at each use.
+	// Seeds, DNS, File and each [WithDiscovery] add up. With none of them, the node waits until
+	// others find it.
 	Seeds []string
-	DNS   string
-	File  string
+
+	// DNS is one name, "name:port", whose addresses are all processes, such as a headless service.
+	DNS string
+
+	// File is the path of a file with one "host:port" a line, and comments after #. It is read
+	// again when it has changed.
+	File string
 }
 
 // WithDefaults returns c with every unset field replaced by its default.
@@ -65,8 +68,8 @@ func (c NodeConfig) WithDefaults() NodeConfig {
 	return c
 }
 
-// Validate reports everything that is wrong with c at once, as an error that
-// is [ErrConfig], or nil. It looks nothing up.
+// Validate reports all faults of c at once, as an error that is [ErrConfig], or nil. It does no
+// lookups.
 func (c NodeConfig) Validate() error {
 	wrong := []error{c.Config.Validate()}
 	bad := func(field string, value any, want string) {
@@ -94,9 +97,9 @@ func (c NodeConfig) Validate() error {
 	return errors.Join(wrong...)
 }
 
-// closed refuses an address that others reach without a key.
+// closed returns an error if others can reach the address, and there is neither a key nor Insecure.
 func (c NodeConfig) closed(keyed bool) error {
-	// Validate reports a malformed address; the zero one is not loopback.
+	// Validate reports a malformed address. Here that is the zero address, which is not loopback.
 	if bind, _ := parseBind(c.WithDefaults().Bind); bind.Addr().Unmap().IsLoopback() || keyed || c.Insecure {
 		return nil
 	}
@@ -104,7 +107,7 @@ func (c NodeConfig) closed(keyed bool) error {
 		"make one with \"stormguard fleet keygen\" and pass it with WithKeyring (--keys), or set Insecure (--insecure)", ErrConfig, c.Bind)
 }
 
-// nodeOptions are what only a Node takes. New ignores them.
+// nodeOptions are the options of a Node only. New ignores them.
 type nodeOptions struct {
 	log       *slog.Logger
 	clock     func() time.Duration
@@ -114,50 +117,48 @@ type nodeOptions struct {
 	faults    Faults
 }
 
-// WithLogger has a [Node] log its changes of state: members, displacement,
-// discovery that begins to fail or works again. At slog's Debug level what
-// memberlist says is there too. The default is silence. [Node.Close] waits for a line
-// that is being written, so the handler must return.
+// WithLogger has a [Node] log its changes of state: members, displacement, discovery that begins to
+// fail or works again. At slog's Debug level it also logs memberlist's own lines. The default logs
+// nothing. [Node.Close] waits for a line that is being written, so the handler must return.
 func WithLogger(log *slog.Logger) Option {
 	return optionFunc(func(o *options) { o.node.log = log })
 }
 
-// WithClock gives a [Node] its monotonic clock, which its sections that keep a
-// clock must share; see [Clock]. It is called by several goroutines. The default
-// counts from [Start].
+// WithClock sets the monotonic clock of a [Node]. Sections that keep a clock must share it; see
+// [Clock]. Several goroutines call it. The default counts from [Start].
 func WithClock(clock func() time.Duration) Option {
 	return optionFunc(func(o *options) { o.node.clock = clock })
 }
 
-// WithKeyring has a [Node] seal all that it sends, and refuse what is not sealed
-// with a key of the ring. Without one nothing is encrypted or authenticated, and
-// [Start] listens on loopback only; see NodeConfig's Insecure.
+// WithKeyring has a [Node] seal everything that it sends, and refuse everything that is not sealed
+// with a key of the ring. Without a keyring nothing is encrypted or authenticated, and [Start]
+// listens on loopback only; see NodeConfig's Insecure.
 func WithKeyring(keys *Keyring) Option {
 	return optionFunc(func(o *options) { o.node.keys = keys })
 }
 
-// WithDiscovery has a [Node] ask d too, every 1 to 5 s, for 2 s at most.
+// WithDiscovery adds a source of addresses. A [Node] asks d every 1 to 5 s, for 2 s at most.
 func WithDiscovery(d Discovery) Option {
 	return optionFunc(func(o *options) { o.node.discovery = append(o.node.discovery, d) })
 }
 
-// WithResolver sets who resolves host names for NodeConfig's Seeds, DNS and File.
-// The default is net.DefaultResolver.
+// WithResolver sets the resolver of the host names in NodeConfig's Seeds, DNS and File. The default
+// is net.DefaultResolver.
 func WithResolver(r Resolver) Option {
 	return optionFunc(func(o *options) { o.node.resolver = r })
 }
 
-// WithFaults has a [Node] lose and delay what it sends, for tests.
+// WithFaults has a [Node] lose and delay packets that it sends, for tests.
 func WithFaults(f Faults) Option {
 	return optionFunc(func(o *options) { o.node.faults = f })
 }
 
-// Faults says what happens to what a [Node] sends. It is called by several
-// goroutines at once.
+// Faults decides what happens to the packets and streams of a [Node]. Several goroutines call it at
+// once.
 type Faults interface {
-	// Packet is asked for each packet; over TCP a lost one leaves the stream whole.
+	// Packet is called for each packet. Over TCP a lost packet leaves the stream whole.
 	Packet(to netip.AddrPort) (delay time.Duration, lost bool)
-	// Dial is asked for each new stream; an error is that of the dial.
+	// Dial is called for each new stream. The dial returns its error.
 	Dial(to netip.AddrPort) error
 }
 

@@ -3,31 +3,31 @@
 
 package gossip
 
-// NodeStats is what a [Node] has done since it began, and how it stands.
+// NodeStats are the counts of a [Node] since it began, and its present state.
 type NodeStats struct {
 	Session Stats
 
-	// On the wire, membership's packets included, as they travel; streams of
-	// membership count in bytes only.
+	// Traffic as it is on the wire, membership's packets included. Of membership's streams only the
+	// bytes are counted.
 	PacketsIn, PacketsOut uint64
 	BytesIn, BytesOut     uint64
 
-	Refused     [drops]uint64 // by [Drop]
-	SendErrors  uint64        // packets that the system did not take
+	Refused     [drops]uint64 // packets, frames and streams that were not taken in, by [Drop]
+	SendErrors  uint64        // packets whose write failed
 	SendDropped uint64        // packets that made room for newer ones, or had no stream
 
 	Dials, DialErrors uint64
-	StreamsIn         int // open, that others dialed, and whose first frame was right
-	StreamsOut        int // open, with packets
+	StreamsIn         int // open streams that others dialed, after a valid first frame
+	StreamsOut        int // open streams of packets that this node dialed
 
-	Members   int   // as membership has it, this process included
-	Discovery error // of the latest round; nil if it went well
+	Members   int   // processes that membership knows, this one included
+	Discovery error // error of the latest round; nil if it succeeded
 
-	Keys []string // fingerprints, the primary first; none without a keyring
+	Keys []string // fingerprints of the keys, the primary first; empty without a keyring
 }
 
-// Stats returns a snapshot. It asks every section for its marks, and after Close
-// is how it stood.
+// Stats returns a snapshot. It asks every section for its marks. After Close it returns the final
+// state.
 func (n *Node) Stats() NodeStats {
 	var st NodeStats
 	n.call(func() { st.Session = n.session.Stats(n.clock()) })

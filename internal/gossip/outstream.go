@@ -13,20 +13,19 @@ import (
 	"time"
 )
 
-// outStream is the stream of packets to one address. What waits for it is bounded:
-// when the peer is slow, the oldest packet makes room for the newest, which says
-// all that the old one said.
+// outStream is the stream of packets to one address. Its queue is bounded: when the peer is slow,
+// the oldest packet makes room for the newest, which says all that the old one said.
 //
-// Its goroutine dials, writes and dials again. It ends when nothing was sent for
-// idleTime, and with the transport.
+// Its goroutine dials, writes and dials again. It ends when no packet was sent for idleTime, and
+// with the transport.
 type outStream struct {
 	t     *transport
 	to    netip.AddrPort
-	kick  chan struct{} // something waits
-	hurry chan struct{} // the peer is there
+	kick  chan struct{} // a packet waits
+	hurry chan struct{} // the peer was heard: dial at once
 
 	mu     sync.Mutex
-	queue  [queueSlots]*datagram // guarded by mu, as what follows
+	queue  [queueSlots]*datagram // guarded by mu, as the fields below
 	first  int
 	n      int
 	closed bool
@@ -43,7 +42,7 @@ func (t *transport) push(packet []byte, to netip.AddrPort) {
 		if o.push(packet) {
 			return
 		}
-		// It has just ended because it was idle.
+		// The stream has just ended because it was idle.
 	}
 	t.stats.sendDropped.Add(1)
 }
@@ -84,7 +83,7 @@ func (o *outStream) push(packet []byte) bool {
 	return true
 }
 
-// take appends all frames that wait.
+// take appends all waiting frames to b.
 func (o *outStream) take(b []byte) (_ []byte, frames int) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -99,13 +98,14 @@ func (o *outStream) take(b []byte) (_ []byte, frames int) {
 	return b, frames
 }
 
-// retire ends the stream if nothing waits.
+// retire ends the stream if no packet waits, or with force. It reports whether the stream has
+// ended.
 func (o *outStream) retire(force bool) bool {
 	o.t.mu.Lock()
 	defer o.t.mu.Unlock()
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if o.closed { // and another may have its place
+	if o.closed { // another stream may have its place
 		return true
 	}
 	if o.n > 0 && !force {
@@ -147,7 +147,7 @@ func (o *outStream) run() {
 				backoff = redialSoon
 			}
 		}
-		// What waited is out of date, and the session sends again what matters.
+		// The waiting packets are out of date. The session sends again what matters.
 		_, lost := o.take(nil)
 		t.stats.sendDropped.Add(uint64(lost))
 		wait := time.NewTimer(backoff + time.Duration(mathrand.Int64N(int64(backoff)))/2)
@@ -202,7 +202,7 @@ func (o *outStream) serve(c net.Conn) (end bool) {
 
 	idle := time.NewTimer(idleTime)
 	defer idle.Stop()
-	var unechoed, wrote time.Duration // the first write without an echo, and the last of all
+	var unechoed, wrote time.Duration // times of the first write without an echo and of the latest write
 	for {
 		var frames int
 		batch, frames = o.take(batch)
@@ -212,7 +212,7 @@ func (o *outStream) serve(c net.Conn) (end bool) {
 			unechoed = wrote
 		}
 		if unechoed > alive && now-unechoed >= echoTime {
-			return false // the network takes it and nobody reads it
+			return false // the network takes packets, but nobody reads them
 		}
 		if len(batch) > 0 {
 			if unechoed <= alive {

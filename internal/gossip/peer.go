@@ -11,58 +11,57 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
-// window is how many packets back acknowledgements reach: the width of their
-// bitmap.
+// window is the number of packets that an acknowledgement covers: the width of its bitmap.
 const window = 64
 
-// peer is what the session knows of one incarnation of one name. The object stays when
-// a later incarnation takes the name; reset empties it.
+// peer is what the session knows of one incarnation of one name. The object stays when a later
+// incarnation takes the name; reset empties it.
 type peer struct {
 	incarnation  crdt.Replica
 	toName       uint32 // hash of incarnation.Name
 	addr         netip.AddrPort
 	zone, region string
-	distance     int          // 0 is in our zone, 1 in our region
-	places       [agendas]int // in the session's agendas
-	at           *address     // where it was last heard
+	distance     int          // 0 is in our zone, 1 in our region, 2 elsewhere
+	places       [agendas]int // by agenda: one more than the peer's index; 0 is none
+	at           *address     // book entry of the address where the peer was last heard
 
-	// What was heard. Sequence numbers are the peer's.
-	heardAt time.Duration // own clock
-	heard   uint64        // highest sequence number
+	// Packets received. Sequence numbers are the peer's.
+	heardAt time.Duration // own clock: when the latest packet came
+	heard   uint64        // highest sequence number received
 	bits    uint64        // bit i: heard-i was merged
-	refuse  []uint64      // per section, bit i: heard-i was not taken in
-	theirs  time.Duration // highest Sent, the peer's clock
-	gotAt   time.Duration // own clock, when theirs came
-	owes    bool          // we owe a packet
+	refuse  []uint64      // per section, bit i: the section did not take in heard-i
+	theirs  time.Duration // peer's clock: highest sent stamp
+	gotAt   time.Duration // own clock: when theirs came
+	owes    bool          // we owe the peer a packet
 	rest    time.Duration // how much later than a keep-alive its next packet may come
-	asksTil time.Duration // own clock: until then it wants keep-alives at their full pace
+	asksTil time.Duration // own clock: until then the peer wants keep-alives at their full pace
 
-	// What was sent. Sequence numbers are ours.
+	// Packets sent. Sequence numbers are ours.
 	everSent bool
 	sentAt   time.Duration
-	due      time.Duration // when the next packet leaves, as last computed
-	seq      uint64        // of the latest packet; 0 is none
-	ring     [window]uint64
-	upto     []uint64 // window × sections: the mark that a packet makes complete
-	acked    []uint64 // per section
-	refused  []bool   // per section: the latest word about it was a refusal
-	sentUpto []uint64 // per section: the highest mark that was sent
-	ackSeen  uint64
-	bitsSeen uint64
-	echo     time.Duration // own clock: the latest of our Sent that it has heard
-	hearsAt  time.Duration // own clock: as of when it hears us, see hearing
-	unechoed time.Duration // own clock: no packet before this lacks an echo; 0 if none does
-	asked    time.Duration // own clock: the first packet that wants an answer and has no echo; 0 is none
-	waits    time.Duration // own clock: the first one that wants an answer since the peer was heard; 0 is none
-	restAt   time.Duration // when the next packet leaves if there is nothing to say
-	promise  time.Duration // how much later than a keep-alive that is, as our latest packet says
-	mine     time.Duration // the most that those say which have no echo
-	wallAt   time.Duration
-	introAt  time.Duration // when the next introduction is due
-	met      bool          // it has repeated a Sent of ours
+	due      time.Duration  // when the next packet leaves, as last computed
+	seq      uint64         // number of the latest packet; 0 is none
+	ring     [window]uint64 // by slot of upto: the number of its packet
+	upto     []uint64       // window × sections: the mark that a packet makes complete
+	acked    []uint64       // per section: the mark that the peer acknowledged
+	refused  []bool         // per section: the latest acknowledgement was a refusal
+	sentUpto []uint64       // per section: the highest mark that was sent
+	ackSeen  uint64         // highest number that the peer acknowledged
+	bitsSeen uint64         // bit i: packet ackSeen-i was acknowledged
+	echo     time.Duration  // own clock: the latest sent stamp of ours that the peer echoed
+	hearsAt  time.Duration  // own clock: when the peer last heard us, as far as we know; see hearing
+	unechoed time.Duration  // own clock: all packets before this have an echo; 0 if all packets have one
+	asked    time.Duration  // own clock: when the first packet left that wants an answer and has no echo; 0 is none
+	waits    time.Duration  // own clock: when the first packet left that wants an answer, since the peer was heard; 0 is none
+	restAt   time.Duration  // when the next packet leaves if there is nothing to say
+	promise  time.Duration  // the rest that our latest packet announced
+	mine     time.Duration  // the longest rest that packets without an echo announced
+	wallAt   time.Duration  // no wall-clock stamp is sent before this
+	introAt  time.Duration  // when the next introduction is due
+	met      bool           // the peer has echoed a stamp of ours
 	lost     bool
-	told     bool // that we leave
-	knows    bool // that we leave
+	told     bool // the peer was told that we leave
+	knows    bool // the peer knows that we leave
 
 	rtt   rttFilter
 	delay delayProbe
@@ -70,7 +69,7 @@ type peer struct {
 	worst time.Duration
 }
 
-// reset begins with an incarnation of the peer's name.
+// reset begins anew, with an incarnation of the peer's name.
 func (p *peer) reset(now time.Duration, incarnation crdt.Replica, sections int) {
 	*p = peer{
 		incarnation: incarnation,
@@ -82,7 +81,7 @@ func (p *peer) reset(now time.Duration, incarnation crdt.Replica, sections int) 
 		places:      p.places,
 		at:          p.at,
 		heardAt:     now,
-		echo:        now, // until it has had time to hear us, it counts as if it had
+		echo:        now, // until the peer has had time to hear us, it counts as hearing us
 		hearsAt:     now,
 		introAt:     now,
 		refuse:      make([]uint64, sections),
@@ -93,8 +92,8 @@ func (p *peer) reset(now time.Duration, incarnation crdt.Replica, sections int) 
 	}
 }
 
-// receive notes a sequence number. It reports whether the packet is to be taken
-// in: it is not if it was already, or is so old that it could not be acknowledged.
+// receive notes a sequence number. It returns Accepted if the packet is to be taken in. It returns
+// Duplicate if that was done before, and Stale if the packet is too old to be acknowledged.
 func (p *peer) receive(seq uint64) Reason {
 	if seq > p.heard {
 		shift := seq - p.heard
@@ -130,8 +129,8 @@ func shr(v, n uint64) uint64 {
 	return v >> n
 }
 
-// acks takes in what the peer acknowledges: for each packet that it merged, and
-// each section that did not refuse it, the packet's mark.
+// acks takes in the peer's acknowledgements. Each merged packet raises the acknowledged mark of
+// each section that did not refuse it.
 func (p *peer) acks(h *header, sections []section) {
 	if h.ack == 0 {
 		return
@@ -168,29 +167,29 @@ func (p *peer) acks(h *header, sections []section) {
 	}
 }
 
-// hears says whether the peer has heard us lately, so that it pays to send fast. One that
-// rests, or that we let rest, has until it was asked.
+// hears reports whether the peer has heard us lately, so that it is useful to send fast. If one
+// side of the pair rests, the peer counts as hearing us until it is deaf.
 func (p *peer) hears(now, silence time.Duration) bool {
 	return (now-p.hearsAt < silence || p.restful()) && !p.deaf(now, silence)
 }
 
-// restful says whether one side of the pair rests, or did when the other was last heard.
+// restful reports whether one side of the pair rests, or did when the other was last heard.
 func (p *peer) restful() bool { return max(p.rest, p.mine) > 0 }
 
-// deaf says that the peer owes us an answer for silence, though others may come.
+// deaf reports that the peer has owed us an answer for silence. Other packets of it may still come.
 func (p *peer) deaf(now, silence time.Duration) bool { return p.asked != 0 && now-p.asked >= silence }
 
-// away says that it does not pay to ask any more.
+// away reports that it is of no use to ask the peer any more.
 func (p *peer) away(now, silence time.Duration) bool {
 	return p.silent(now, silence) || p.deaf(now, silence)
 }
 
-// silent says whether the peer is overdue by silence, or owes an answer for as long.
+// silent reports whether the peer is overdue by silence, or has owed an answer for as long.
 func (p *peer) silent(now, silence time.Duration) bool {
 	return now-p.heardAt >= silence+p.rest || p.waits != 0 && now-p.waits >= silence
 }
 
-// asks notes that a packet leaves that wants an answer.
+// asks notes that a packet leaves now that wants an answer.
 func (p *peer) asks(now time.Duration) {
 	if p.asked == 0 {
 		p.asked = now
@@ -200,9 +199,10 @@ func (p *peer) asks(now time.Duration) {
 	}
 }
 
-// hearing notes which of our packets have an echo. Between two that rest little is sent:
-// there an echo is as old as what it answers, and says nothing of when. So a peer that
-// lacks none of our packets hears us now; one that does, as of the first of them.
+// hearing notes which of our packets have an echo. A pair that rests sends little: an echo is then
+// as old as the packet that it answers, and does not show when the peer heard it. So a peer that
+// has echoed all our packets hears us now. Otherwise it hears us as of the first packet that has no
+// echo.
 func (p *peer) hearing(now, echo, keepAlive time.Duration) {
 	p.echo = max(p.echo, echo)
 	switch {
@@ -233,9 +233,8 @@ type delayProbe struct {
 	at      time.Duration
 }
 
-// rttFilter keeps the sample with the least round trip of the last one to two
-// spans: queues only ever add to a round trip, so it is the one whose middle is
-// known best.
+// rttFilter keeps the sample with the shortest round trip of the last one to two spans. Queues only
+// lengthen a round trip, so the middle of the shortest one is known best.
 type rttFilter struct {
 	began     time.Duration
 	cur, prev rttSample

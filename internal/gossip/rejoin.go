@@ -10,35 +10,35 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
-// A Rejoiner is a [Section] that can go on under a higher incarnation of its own name.
-// To peers the lower one is over then: they were told Gone, and acknowledge from 0
-// again. It forgets what peers hold of the lower one, as after a restart.
+// A Rejoiner is a [Section] that can go on under a higher incarnation of its own name. To peers the
+// lower incarnation is over then: they were told Gone, and acknowledge from 0 again. The section
+// forgets what peers hold of the lower incarnation, as after a restart.
 type Rejoiner interface {
-	// Rejoin says which incarnation this process is from now on.
+	// Rejoin tells the section its incarnation from now on.
 	Rejoin(now time.Duration, self crdt.Replica)
 }
 
-// An incarnation has a counter in its high bits and a random id in its low ones. The
-// counter of a process that starts is taken from the wall clock, which is a guess: if
-// a peer knows a higher one of that name, the process takes the next above it.
+// An incarnation has a counter in its high bits and a random id in its low bits. At the start of a
+// process the counter comes from the wall clock, which is a guess. If a peer knows a higher
+// incarnation of the name, the process takes the next counter above it.
 const (
 	idBits     = 20
-	maxCounter = 1 << (63 - idBits) // above, there is no next one
+	maxCounter = 1 << (63 - idBits) // counters stay below this
 )
 
-// NewIncarnation is that of a process which starts at that wall time. id is random.
+// NewIncarnation returns the incarnation of a process that starts at that wall time. id is random.
 func NewIncarnation(wall time.Time, id uint64) uint64 {
 	return uint64(min(max(wall.UnixMilli(), 1), maxCounter-1))<<idBits | id&(1<<idBits-1)
 }
 
-// Which process may take a higher incarnation, and which ends: of two that run, the one
-// that started later stays. So one that peers have known for a while ends.
+// Limits of rejoining. Of two running processes of one name, the one that started later stays. So a
+// process that peers have known for a while ends instead.
 const (
-	youngFor   = time.Second // since the first peer has answered
-	maxRejoins = 4           // in the incarnation of a process: two that start together do not go on for ever
+	youngFor   = time.Second // since the first answer of a peer
+	maxRejoins = 4           // per process, so that two that start together do not go on without end
 )
 
-// rejoins tells whether the session may go on above another incarnation of its name.
+// rejoins reports whether the session may go on above another incarnation of its name.
 func (s *Session) rejoins(now time.Duration, above uint64) bool {
 	return s.canRejoin && s.rejoined < maxRejoins && above>>idBits+1 < maxCounter && (s.metAt == Never || now-s.metAt < youngFor)
 }
@@ -59,12 +59,11 @@ func (s *Session) rejoin(now time.Duration, above uint64) crdt.Replica {
 	return s.cfg.Self
 }
 
-// Self is the name of this process and its incarnation now; see [Rejoined].
+// Self returns the name of this process and its incarnation now; see [Rejoined].
 func (s *Session) Self() crdt.Replica { return s.cfg.Self }
 
-// challenge asks whoever sent a packet of our own name, with a higher incarnation, to
-// say so to this one. A process that runs does; a packet that is old, or that somebody
-// made, ends nothing.
+// challenge handles a packet of our own name with a higher incarnation. It asks the sender to say
+// so to this incarnation. A running process does that; an old or forged packet ends nothing.
 func (s *Session) challenge(now time.Duration, addr netip.AddrPort, actions []Action) []Action {
 	if now < s.tellAt {
 		return actions

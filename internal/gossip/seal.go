@@ -18,19 +18,19 @@ import (
 	"sync/atomic"
 )
 
-// KeySize is the bytes of a key.
+// KeySize is the length of a key in bytes.
 const KeySize = 32
 
-// MaxKeys is how many keys a keyring holds.
+// MaxKeys is the most keys that a keyring holds.
 const MaxKeys = 8
 
-// Keyring is the keys that a fleet's processes share. One of them, the primary,
-// seals what is sent; all of them open what comes in. It is safe for concurrent
-// use, and a change counts from the next packet on. [NewKeyring] makes one.
+// Keyring has the keys that a fleet's processes share. One of them, the primary, seals outgoing
+// packets; all of them open incoming packets. It is safe for concurrent use, and a change counts
+// from the next packet on. [NewKeyring] makes one.
 //
-// To change keys while the fleet runs: Add the new one everywhere, then Use it
-// everywhere, then Remove the old one everywhere, each step only when the one
-// before is done in every process.
+// To change keys while the fleet runs: Add the new key in every process, then Use it in every
+// process, then Remove the old key in every process. Begin a step only when the step before is done
+// everywhere.
 type Keyring struct {
 	mu   sync.Mutex // serializes changes
 	keys atomic.Pointer[[]*key]
@@ -42,9 +42,8 @@ type key struct {
 	k1     [aes.BlockSize]byte
 }
 
-// NewKeyring returns a keyring; the first key is the primary. The error is
-// [ErrConfig] if there are none or more than [MaxKeys], or one has not [KeySize]
-// bytes.
+// NewKeyring returns a keyring whose primary is the first key. The error is [ErrConfig] if there is
+// no key, if there are more than [MaxKeys], or if a key does not have [KeySize] bytes.
 func NewKeyring(keys ...[]byte) (*Keyring, error) {
 	r := &Keyring{}
 	r.keys.Store(&[]*key{})
@@ -63,8 +62,7 @@ func NewKeyring(keys ...[]byte) (*Keyring, error) {
 	return r, nil
 }
 
-// Add has packets opened with a key too. A key that is there is left alone. The
-// error is [ErrConfig].
+// Add adds a key that opens packets, if it is not there yet. The error is [ErrConfig].
 func (r *Keyring) Add(secret []byte) error {
 	if len(secret) != KeySize {
 		return fmt.Errorf("%w: keyring: %d bytes are not %d", ErrConfig, len(secret), KeySize)
@@ -96,8 +94,8 @@ func (r *Keyring) Use(secret []byte) error {
 	return nil
 }
 
-// Remove takes a key out; one that is not there does not matter. The primary
-// cannot be removed: that is [ErrConfig].
+// Remove removes a key; a key that is not there is no error. The primary cannot be removed: the
+// error is then [ErrConfig].
 func (r *Keyring) Remove(secret []byte) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -111,8 +109,8 @@ func (r *Keyring) Remove(secret []byte) error {
 	return nil
 }
 
-// Fingerprints names the keys, the primary first, by the first eight bytes of
-// their SHA-256: enough to compare two processes, of no use to open anything.
+// Fingerprints returns a name of each key, the primary first: the first eight bytes of its SHA-256.
+// They are enough to compare two processes, and open nothing.
 func (r *Keyring) Fingerprints() []string {
 	var names []string
 	for _, k := range *r.keys.Load() {
@@ -170,27 +168,25 @@ const (
 	saltSize = 12
 	seqSize  = 8
 	tagSize  = 16
-	sealed   = 0xE1 // first byte of what is sealed; the low four bits are the version
+	sealed   = 0xE1 // first byte of a sealed packet; the low four bits are the version
 
-	// overhead is what sealing adds.
+	// overhead is the number of bytes that sealing adds.
 	overhead = 1 + saltSize + seqSize + tagSize
 )
 
 var errSeal = errors.New("gossip: not sealed with a key of ours")
 
-// sealer seals what one incarnation sends and opens what it receives.
+// sealer seals the packets that one incarnation sends and opens those that it receives.
 //
 //	sealed (1) | salt (12) | sequence (8) | ciphertext | tag (16)
 //
-// It is XAES-256-GCM, whose nonce is the salt, four zeros and the sequence. The
-// salt is random and this incarnation's own, the sequence counts: no nonce is used twice
-// with a key, however many packets a fleet sends, as it could be with 96 random
-// bits. And since the salt stays, the derived key is kept and sealing costs no
-// more than AES-256-GCM does.
+// It is XAES-256-GCM. Its nonce is the salt, four zeros and the sequence. The salt is random and
+// belongs to this incarnation; the sequence counts. So no nonce is used twice with a key, however
+// many packets a fleet sends. With 96 random bits that could happen. Since the salt stays, the
+// derived key is kept, and sealing costs no more than AES-256-GCM.
 //
-// A packet that is repeated is opened again. Whoever gets it must not mind: the
-// session has its sequence numbers, membership its incarnations, and a stream of
-// ours counts.
+// A repeated packet is opened again. Its receiver must tolerate that: the session has sequence
+// numbers, membership has incarnations, and our streams number their frames.
 type sealer struct {
 	ring *Keyring
 	salt [saltSize]byte
@@ -198,7 +194,7 @@ type sealer struct {
 	mine atomic.Pointer[sealing]
 
 	mu    sync.RWMutex
-	opens map[[saltSize]byte]sealing // of the incarnations that were heard
+	opens map[[saltSize]byte]sealing // by salt, of incarnations that were heard
 	limit int
 }
 
@@ -233,8 +229,8 @@ func (s *sealer) seal(b, packet []byte) []byte {
 	return b
 }
 
-// nonces are arrays that would otherwise be allocated for each packet, since they
-// are handed to an interface.
+// nonces is a pool of arrays. Since they are passed to an interface, each packet would otherwise
+// allocate one.
 var nonces = sync.Pool{New: func() any { return new([saltSize]byte) }}
 
 // open opens a packet into dst, which it overwrites; they must not overlap. The
@@ -275,7 +271,7 @@ func (s *sealer) keep(salt [saltSize]byte, k sealing) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if len(s.opens) >= s.limit {
-		clear(s.opens) // those that are still there come back with their next packet
+		clear(s.opens) // processes that still run come back with their next packet
 	}
 	s.opens[salt] = k
 }

@@ -9,51 +9,51 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
-// A Section is one named part of what the fleet shares: the rows of a limiter,
-// the votes of the breakers. The session moves it and knows nothing of it.
+// A Section is one named part of the fleet's shared state, such as the rows of a limiter or the
+// votes of the breakers. The session moves it and does not know its content.
 //
-// A section numbers its changes: its mark for a peer is the number of the latest
-// change that concerns the peer, and only rises. The session remembers per peer
-// the mark that was acknowledged, and sends what came after it until that is
-// acknowledged too, so a lost packet needs no care. Packets are lost, repeated
-// and overtake each other: Merge must be commutative and idempotent.
+// A section numbers its changes. Its mark for a peer is the number of the latest change that
+// concerns the peer; a mark only rises. The session remembers the mark that each peer acknowledged.
+// It sends the changes after that mark until they are acknowledged too, so a lost packet needs no
+// care. Packets are lost, repeated and overtake each other: Merge must be commutative and
+// idempotent.
 //
-// The session calls a section from one goroutine at a time; a section that is
-// also used by others has its own lock.
+// The session calls a section from one goroutine at a time. A section that others use too has its
+// own lock.
 type Section interface {
-	// Mark is the section's mark for a peer. It is asked before each packet, so
-	// it must be cheap.
+	// Mark returns the section's mark for a peer. It is called before each packet, so it must be
+	// cheap.
 	Mark(to crdt.Replica) uint64
 
-	// Delta appends to b what changed after since, oldest change first, in at
-	// most room bytes, and returns the mark up to which the peer is complete once
-	// it has merged this: less than Mark if not all fitted. since is 0 for a peer
-	// that acknowledged nothing. It is also called when there is nothing new, for
-	// a keep-alive: what it appends then renews what must not grow old.
+	// Delta appends to b the changes after since, oldest first, in at most room bytes. It returns
+	// the mark up to which the peer is complete when it has merged them: less than Mark if not all
+	// fitted. since is 0 for a peer that acknowledged nothing. Delta is also called for a
+	// keep-alive, when there is nothing new. What it appends then renews values that must not grow
+	// old.
 	Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, room int) (_ []byte, upto uint64)
 
-	// Merge takes in what the same section of a peer appended. It keeps nothing
-	// of b. An error is counted and says that b is malformed or refused; then
-	// nothing of b has been taken in, and the peer is not told to stop sending it.
+	// Merge takes in bytes that Delta of the same section of a peer appended. It keeps nothing of
+	// b. An error says that b is malformed or refused; then nothing of b was taken in. The session
+	// counts the error and does not acknowledge b, so the peer sends it again with later packets.
 	Merge(c crdt.Contact, b []byte) error
 
-	// Gone says that a peer's incarnation is over for good: a later incarnation of its
-	// name was heard, it left, or it made room for a newcomer.
+	// Gone says that an incarnation of a peer is over for good: a later incarnation of its name was
+	// heard, the incarnation left, or it made room for a newcomer.
 	Gone(now time.Duration, peer crdt.Replica)
 }
 
-// A Keeper is a [Section] that says with whom it needs keep-alives at their full pace,
-// such as a peer to which it has lent something. In a fleet of three all are kept at
-// that pace. In a larger one the others rest, see [Config.KeepAlive].
+// A Keeper is a [Section] that needs keep-alives at the full pace with some peers, such as a peer
+// to which it has lent something. In a fleet of three all pairs have that pace. In a larger fleet
+// the other pairs rest; see [Config.KeepAlive].
 type Keeper interface {
-	// Keeps tells whether it needs that with a peer now. It is asked as often as Mark; a
-	// section that is a [Counter] counts when it begins.
+	// Keeps reports whether the section needs the full pace with a peer now. It is called as often
+	// as Mark. If the section is also a [Counter], Counted rises when this need begins.
 	Keeps(to crdt.Replica) bool
 }
 
-// A Counter is a [Section] that says whether anything has changed at all, so that a
-// session of many peers need not ask for the mark of each.
+// A Counter is a [Section] that says whether anything has changed at all. So a session of many
+// peers need not ask for the mark of each.
 type Counter interface {
-	// Counted rises whenever the mark for any peer does. It is asked at each wake.
+	// Counted rises whenever the mark of any peer rises. It is called at each wake.
 	Counted() uint64
 }

@@ -17,14 +17,14 @@ const (
 	silentAfter         = 20  // keep-alives until a peer is silent
 	lostAfter           = 200 // keep-alives until a peer is lost
 	lateAfter           = 3   // keep-alives until a peer is asked whether it is there
-	askedFor            = 2   // keep-alives for which one that was asked goes at the full pace
-	idlePackets         = 2   // to all peers together in a keep-alive, when there is nothing to say
+	askedFor            = 2   // keep-alives that we send at the full pace after a peer asked
+	idlePackets         = 2   // packets to all peers together in a keep-alive, when there is nothing to say
 	introEvery          = time.Second
-	introAddrs          = 32 // addresses of others in one introduction
+	introAddrs          = 32 // most addresses of others in one introduction
 	wallEvery           = 250 * time.Millisecond
-	tellEvery           = 10 * time.Millisecond // refusals, to all together
-	stayFor             = 10 * time.Second      // for which at most an address that is heard is held on to
-	retireAfter         = 10 * time.Minute      // a lost peer makes room for a newcomer
+	tellEvery           = 10 * time.Millisecond // least time between two refusals, to all together
+	stayFor             = 10 * time.Second      // longest time that the address of a peer is protected; see receive
+	retireAfter         = 10 * time.Minute      // after so long without a packet, a lost peer makes room for a newcomer
 	retiredIncarnations = 1024
 )
 
@@ -32,19 +32,19 @@ type section struct {
 	Section
 	name   string
 	id     uint32
-	count  Counter // the section, if it counts its changes
-	keep   Keeper  // the section, if it is one
-	seen   uint64  // of these, when all peers were last looked at
+	count  Counter // the section as a Counter, or nil
+	keep   Keeper  // the section as a Keeper, or nil
+	seen   uint64  // Counted when all peers were last looked at
 	counts SectionStats
 }
 
-// Session is one process's part in the gossip, as a step machine: it owns no
-// goroutine, timer, socket or clock. Its driver hands it what happens, sends what
-// it says, and steps it with [Wake] at the instant that Wake returns and whenever
-// a section has changed. The same events give the same actions.
+// Session is one process's part in the gossip, as a step machine: it owns no goroutine, timer,
+// socket or clock. Its driver hands it events, sends its packets, and steps it with [Wake] at the
+// instant that Wake returns and whenever a section has changed. The same events give the same
+// actions.
 //
-// It is not safe for concurrent use. Its sections are called within Step only,
-// and must not call the session.
+// It is not safe for concurrent use. It calls its sections within Step, Stats and Peers only, and
+// they must not call the session.
 type Session struct {
 	cfg      Config
 	cluster  uint32
@@ -53,42 +53,42 @@ type Session struct {
 	rand     func() float64
 
 	now       time.Duration
-	peers     []*peer // those nearby first, then by name
-	here      int     // of these, those that are not lost
+	peers     []*peer // nearby peers first, then by name
+	here      int     // number of peers that are not lost
 	byName    map[string]*peer
 	agendas   [agendas]agenda
-	lookAt    time.Duration // when all peers are to be looked at, whether a section has changed or not
+	lookAt    time.Duration // when all peers are looked at next, even if no section has changed
 	due       []*peer       // scratch
 	book      book
-	retired   map[string]uint64 // names that made room: the highest incarnation that is over
+	retired   map[string]uint64 // by name: the highest incarnation that is over
 	oldest    []string          // names in retired, oldest first
 	left      []departed
 	leaving   bool
 	departure departure
 	over      bool
 
-	begun   float64 // see begins
+	begun   float64 // count of recent new incarnations; see begins
 	begunAt time.Duration
 
-	canRejoin bool          // all sections can
-	rejoined  int           // how often it has
-	metAt     time.Duration // when the first peer had heard us; Never before
-	above     uint64        // of the packet being received: an incarnation to go above
-	doubt     bool          // of the packet being received: it may be of another that runs
+	canRejoin bool          // every section is a Rejoiner
+	rejoined  int           // how often the session has rejoined
+	metAt     time.Duration // when the first peer showed that it hears us; Never before that
+	above     uint64        // set by the packet being received: the incarnation to go above, or 0
+	doubt     bool          // set by the packet being received: another process of our name may run
 
 	wake    time.Duration
-	floorAt time.Duration // before this the floor keeps everybody waiting
+	floorAt time.Duration // the first instant at which the floor lets a peer be served
 	tellAt  time.Duration
-	turn    int // whose address an introduction begins with
+	turn    int // index of the peer whose address the next introduction begins with
 
 	arena []byte // the packets of the latest Step
-	in    header // of the packet being received; here so that it is not allocated
+	in    header // header of the packet being received; a field so that it is not allocated
 	out   header
 	stats Stats
 }
 
-// New returns a session that knows nobody: its driver says whom to ask, with
-// [Join]. The error is everything that [Config.Validate] and the options find.
+// New returns a session that knows no peer; its driver adds addresses with [Join]. The error is
+// everything that [Config.Validate] and the options find.
 func New(cfg Config, opts ...Option) (*Session, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err
@@ -119,17 +119,17 @@ func New(cfg Config, opts ...Option) (*Session, error) {
 	}, nil
 }
 
-// Wake is when Step wants to be called with [Wake], on the clock that Step is
-// given; [Never] is never. Ask after every Step.
+// Wake returns when Step wants to be called with [Wake], on the clock that Step is given; [Never]
+// means not at all. Ask after every Step.
 func (s *Session) Wake() time.Duration { return s.wake }
 
-// Step takes in one event at now and appends what is to be done. now is the
-// process's own monotonic clock; one that went back counts as the latest.
+// Step takes in one event at now and appends its actions. now is the process's own monotonic clock;
+// an earlier now counts as the latest one.
 //
-// With [Packet] it answers that peer only, and others at the next wake. With [Wake] it serves
-// all peers that are due. That costs one Mark per peer and section, unless all sections are a
-// [Counter] and none has changed: then it costs what is sent. Nothing is allocated as long as
-// no peer, address or larger batch is new.
+// With [Packet] it answers that peer only, and serves others at the next wake. With [Wake] it
+// serves all peers that are due. That costs one Mark per peer and section. If all sections are a
+// [Counter] and none has changed, it costs only the packets that are sent. Step allocates only for
+// a new peer, a new address or a larger batch.
 func (s *Session) Step(now time.Duration, ev Event, actions []Action) []Action {
 	now = max(now, s.now)
 	s.now = now
@@ -160,7 +160,7 @@ func (s *Session) Step(now time.Duration, ev Event, actions []Action) []Action {
 			}
 			s.plan()
 			if reason == Accepted && s.in.flags&flagElicits != 0 {
-				s.wake = min(s.wake, s.floorAt) // what was merged may be news for others
+				s.wake = min(s.wake, s.floorAt) // merged changes may be news for others
 			}
 		case answer.Incarnation != 0 && now >= s.tellAt:
 			s.tellAt = now + tellEvery
@@ -184,23 +184,23 @@ func (s *Session) Step(now time.Duration, ev Event, actions []Action) []Action {
 		return s.leave(now, ev, actions)
 	case Wake:
 		if now < s.floorAt && now < s.wake {
-			s.wake = min(s.wake, s.floorAt) // what changed waits for the first floor
+			s.wake = min(s.wake, s.floorAt) // changes wait for the first floor
 			return actions
 		}
 	}
 	return s.flush(now, ev.Wall, actions)
 }
 
-// canonical makes one address of the forms that mean the same.
+// canonical returns one form for all forms of an address.
 func canonical(a netip.AddrPort) netip.AddrPort {
 	return netip.AddrPortFrom(a.Addr().Unmap().WithZone(""), a.Port())
 }
 
-// flush sends to all that are due, and plans the next wake.
+// flush sends to all peers that are due, and plans the next wake.
 func (s *Session) flush(now time.Duration, wall int64, actions []Action) []Action {
 	due := s.lookAll(now)
 	budget := s.cfg.Burst
-	if len(due) > budget { // then those who would starve come first
+	if len(due) > budget { // then peers that would starve come first
 		for _, p := range due {
 			if now-p.due > s.cfg.KeepAlive && budget > 0 {
 				actions = s.send(now, wall, p, actions)
@@ -232,9 +232,9 @@ func (s *Session) flush(now time.Duration, wall int64, actions []Action) []Actio
 	return actions
 }
 
-// lookAll finds out when the next packet to each leaves, and returns who is due, in
-// the order in which they are served. If no section has changed since all were looked
-// at, that is known but for those whose packet seems to be due.
+// lookAll finds out when the next packet to each peer leaves. It returns the peers that are due, in
+// the order in which they are served. If no section has changed since the last look at all, it
+// looks only at peers whose packet seems to be due.
 func (s *Session) lookAll(now time.Duration) (due []*peer) {
 	due = s.due[:0]
 	if s.changed() || now >= s.lookAt {
@@ -290,8 +290,8 @@ func (s *Session) silence() time.Duration { return silentAfter * s.cfg.KeepAlive
 
 func (s *Session) lostAfter(p *peer) time.Duration { return lostAfter*s.cfg.KeepAlive + p.rest }
 
-// dueAt returns when the next packet to p leaves: at the floor if there is
-// something that it does not have and it hears us, at the keep-alive otherwise.
+// dueAt returns when the next packet to p leaves: at the floor if p hears us and lacks a change,
+// otherwise at the keep-alive. It also finds out that p is lost.
 func (s *Session) dueAt(now time.Duration, p *peer) time.Duration {
 	if !p.lost && now-p.heardAt >= s.lostAfter(p) {
 		p.lost = true
@@ -331,13 +331,13 @@ func (s *Session) dueAt(now time.Duration, p *peer) time.Duration {
 	return min(p.restAt, max(s.late(p), soon))
 }
 
-// late is when p is asked whether it is there, and hears us.
+// late returns when p is asked whether it is there and hears us.
 func (s *Session) late(p *peer) time.Duration {
 	return min(p.heardAt, p.hearsAt) + p.rest + lateAfter*s.cfg.KeepAlive
 }
 
-// asks says whether we want keep-alives of p at their full pace: it has not heard us
-// yet, owes us an answer, is late, or a section needs it.
+// asks reports whether we want p's keep-alives at the full pace: p has not heard us yet, owes us an
+// answer, is late, or a section needs it.
 func (s *Session) asks(now time.Duration, p *peer) bool {
 	return (!p.met || p.asked != 0 || now >= s.late(p)) && !p.away(now, s.silence()) || s.keeps(p)
 }
@@ -351,8 +351,8 @@ func (s *Session) keeps(p *peer) bool {
 	return false
 }
 
-// restOf is for how long p gets nothing if there is nothing to say. It is random, so that
-// the packets to all spread.
+// restOf returns for how long p gets nothing if there is nothing to say. It is random, so that the
+// packets to all peers spread.
 func (s *Session) restOf(now time.Duration, p *peer) time.Duration {
 	mean := s.cfg.KeepAlive * time.Duration(s.here) / idlePackets
 	if mean <= s.cfg.KeepAlive {
@@ -365,8 +365,8 @@ func (s *Session) restOf(now time.Duration, p *peer) time.Duration {
 	return rest
 }
 
-// dirty says whether a section has something that p has not acknowledged. What p
-// refuses does not count, or it would be sent at every floor for ever.
+// dirty reports whether a section has a change that p has not acknowledged. Changes that p refuses
+// do not count; otherwise they would be sent at every floor without end.
 func (s *Session) dirty(now time.Duration, p *peer) bool {
 	dirty := false
 	for k := range s.sections {
@@ -399,7 +399,7 @@ func (s *Session) sent(start int, addr netip.AddrPort, actions []Action) []Actio
 	return append(actions, Action{Kind: Send, Addr: addr, Packet: packet})
 }
 
-// hello asks whoever is at an address who they are.
+// hello asks the process at an address who it is.
 func (s *Session) hello(now time.Duration, wall int64, addr netip.AddrPort, actions []Action) []Action {
 	start := len(s.arena)
 	s.arena = s.begin(now, wall).append(s.arena, s.cfg.Self.Name)
@@ -408,9 +408,9 @@ func (s *Session) hello(now time.Duration, wall int64, addr netip.AddrPort, acti
 	return s.sent(start, addr, actions)
 }
 
-// tell says to an incarnation that it is over.
+// tell tells an incarnation that it is over.
 func (s *Session) tell(addr netip.AddrPort, incarnation crdt.Replica, actions []Action) []Action {
-	by := max(s.retired[incarnation.Name], incarnation.Incarnation) // of one we never met, too
+	by := max(s.retired[incarnation.Name], incarnation.Incarnation) // right for a name we never met, too
 	switch p := s.byName[incarnation.Name]; {
 	case p != nil:
 		by = p.incarnation.Incarnation
@@ -426,8 +426,8 @@ func (s *Session) tell(addr netip.AddrPort, incarnation crdt.Replica, actions []
 	return s.sent(start, addr, actions)
 }
 
-// send sends p its one packet: what we heard, and of every section what p has
-// not acknowledged, as far as there is room.
+// send sends p its one packet: our acknowledgements, and the unacknowledged changes of every
+// section, as far as there is room.
 func (s *Session) send(now time.Duration, wall int64, p *peer, actions []Action) []Action {
 	start := len(s.arena)
 	p.seq++
@@ -521,9 +521,8 @@ func (s *Session) delta(now time.Duration, b []byte, p *peer, k, room int) ([]by
 	return closeBlock(b, content), upto
 }
 
-// intro appends what a peer should know of us and of others: our zone and region,
-// and the addresses of those that are heard now. Whoever is not heard is not
-// passed on, or the addresses of the dead would go round for ever.
+// intro appends our zone and region, and the addresses of peers that are heard now. Silent peers
+// are left out; otherwise the addresses of dead processes would go round without end.
 func (s *Session) intro(b []byte, to *peer, room int) []byte {
 	fixed := blockHeader + 3 + len(s.cfg.Zone) + len(s.cfg.Region)
 	if room < fixed {
@@ -555,9 +554,9 @@ func (s *Session) intro(b []byte, to *peer, room int) []byte {
 	return closeBlock(b, content)
 }
 
-// receive takes in a packet. It returns the peer that sent it if the peer may
-// have to be answered. Otherwise answer may be an incarnation that is over and should be
-// told so; if the session itself is, answer is the incarnation that took its name.
+// receive takes in a packet. It returns the peer that sent it if the peer may need an answer.
+// Otherwise answer may be an incarnation that is over and should be told so. If the session itself
+// is over, answer is the incarnation that took its name.
 func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, answer crdt.Replica) {
 	h := &s.in
 	s.above, s.doubt = 0, false
@@ -588,8 +587,8 @@ func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, 
 	}
 
 	p = s.byName[string(h.from)]
-	// Who hears us at one address is not moved to another by a packet that is not to
-	// this incarnation: somebody may have passed on what was sent to others.
+	// A packet that is not to this incarnation does not move a peer that hears us to another
+	// address. Somebody may have passed on a packet that was sent to others.
 	if !ours && p != nil && p.incarnation.Incarnation == h.fromInc && p.met && now-p.hearsAt < min(s.silence(), stayFor)+p.rest {
 		addr = p.addr
 	}
@@ -624,14 +623,14 @@ func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, 
 			return p, reason, answer
 		}
 	} else if h.sent <= p.theirs && p.theirs > 0 {
-		return nil, Stale, answer // a packet with no number can be repeated by anybody
+		return nil, Stale, answer // anybody can repeat a packet without a number
 	}
 	s.heard(now, ev.Wall, p, h, addr)
 	switch {
 	case ours:
 		s.merge(now, p, h, body)
 	case h.toInc == 0:
-		s.merge(now, p, h, body) // has an introduction at most
+		s.merge(now, p, h, body) // it carries an introduction at most
 		p.owes = true
 	case h.toName == s.selfName:
 		p.owes = true // so that it learns which incarnation this is
@@ -643,9 +642,9 @@ func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, 
 	return p, reason, answer
 }
 
-// begins tells whether one more incarnation may begin. Sections remember for minutes
-// those that are over, so nobody may make them up faster than a fleet restarts: twice
-// MaxPeers at once, and MaxPeers in a minute.
+// begins reports whether one more incarnation may begin. Sections remember ended incarnations for
+// minutes, so nobody may invent incarnations faster than a fleet restarts: 2 * MaxPeers at once,
+// and MaxPeers in a minute.
 func (s *Session) begins(now time.Duration) bool {
 	most := 2 * float64(s.cfg.MaxPeers)
 	s.begun = max(0, s.begun-(now-s.begunAt).Minutes()*float64(s.cfg.MaxPeers))
@@ -657,8 +656,8 @@ func (s *Session) begins(now time.Duration) bool {
 	return true
 }
 
-// framed says whether a body can be cut into blocks, so that no half of a
-// packet is ever taken in.
+// framed reports whether a whole body can be cut into blocks. So a packet is never taken in by
+// half.
 func framed(body []byte) bool {
 	for len(body) > 0 {
 		var err error
@@ -669,8 +668,8 @@ func framed(body []byte) bool {
 	return true
 }
 
-// mirror handles a packet of our own name: ourselves, at an address that we need
-// not ask, or another incarnation. Of two incarnations the later one stays.
+// mirror handles a packet of our own name. It comes from ourselves, at an address that we need not
+// ask, or from another incarnation. Of two incarnations the later one stays.
 func (s *Session) mirror(h *header, addr netip.AddrPort) (answer crdt.Replica) {
 	incarnation := crdt.Replica{Name: s.cfg.Self.Name, Incarnation: h.fromInc}
 	switch inc := s.cfg.Self.Incarnation; {
@@ -678,8 +677,8 @@ func (s *Session) mirror(h *header, addr netip.AddrPort) (answer crdt.Replica) {
 		s.doubt = true
 		return crdt.Replica{}
 	case h.fromInc == inc:
-		// Only an address that is asked. What came from any other may be a packet of ours
-		// that somebody sent back, to fill the book or to hide a peer.
+		// Only for an address that we ask. From any other address it may be a packet of ours that
+		// somebody sent back, to fill the book or to hide a peer.
 		if a := s.book.byAddr[addr]; a != nil && a.peer == nil {
 			a.own = true
 		}
@@ -688,8 +687,8 @@ func (s *Session) mirror(h *header, addr netip.AddrPort) (answer crdt.Replica) {
 	return incarnation
 }
 
-// displaced ends the session if a peer says that its incarnation is over, or has it go on
-// above the one that took its name.
+// displaced handles a peer's message that our incarnation is over. It ends the session, or has it
+// go on above the incarnation that took its name.
 func (s *Session) displaced(now time.Duration, body []byte, ours bool) (by crdt.Replica) {
 	r := read(body)
 	inc := r.Uint64("incarnation")
@@ -709,7 +708,7 @@ func (s *Session) end() {
 	s.wake = Never
 }
 
-// admit makes room for a newcomer, or returns nil.
+// admit adds a newcomer as a peer, or returns nil if there is no room.
 func (s *Session) admit(now time.Duration, incarnation crdt.Replica, addr netip.AddrPort) *peer {
 	if len(s.peers) >= s.cfg.MaxPeers {
 		var out *peer
@@ -731,7 +730,7 @@ func (s *Session) admit(now time.Duration, incarnation crdt.Replica, addr netip.
 	return p
 }
 
-// insert notes how far p is, and puts it among the peers.
+// insert sets p's distance, and puts p among the peers.
 func (s *Session) insert(p *peer) {
 	switch {
 	case p.region != s.cfg.Region:
@@ -745,8 +744,8 @@ func (s *Session) insert(p *peer) {
 	s.peers = slices.Insert(s.peers, i, p)
 }
 
-// nearer puts those nearby first. Names make the order complete, so that it does
-// not depend on who came first.
+// nearer orders peers by distance, then by name. Names make the order complete, so that it does not
+// depend on the order of arrival.
 func nearer(a, b *peer) int {
 	return cmp.Or(cmp.Compare(a.distance, b.distance), cmp.Compare(a.incarnation.Name, b.incarnation.Name))
 }
@@ -790,7 +789,7 @@ func (s *Session) gone(now time.Duration, incarnation crdt.Replica) {
 	}
 }
 
-// back notes that p is not lost, and tells whether it was.
+// back notes that p is not lost, and reports whether it was.
 func (s *Session) back(p *peer) (was bool) {
 	if was = p.lost; was {
 		p.lost = false
@@ -799,7 +798,7 @@ func (s *Session) back(p *peer) (was bool) {
 	return was
 }
 
-// heard notes that p is there, and what its header says of time.
+// heard notes that p is there, and the times in its header.
 func (s *Session) heard(now time.Duration, wall int64, p *peer, h *header, addr netip.AddrPort) {
 	back := s.back(p)
 	p.heardAt, p.waits = now, 0
@@ -838,7 +837,7 @@ func (s *Session) heard(now time.Duration, wall int64, p *peer, h *header, addr 
 	}
 }
 
-// maxOffset is the most by which a peer's wall clock counts as off.
+// maxOffset is the largest measured offset of a peer's wall clock.
 const maxOffset = 24 * time.Hour
 
 // apart is a - b of wall clocks, at most maxOffset either way.
@@ -853,7 +852,7 @@ func apart(a, b int64) time.Duration {
 	return time.Duration(a - b)
 }
 
-// merge takes in the body of a packet, and what it acknowledges.
+// merge takes in the body of a packet, and its acknowledgements.
 func (s *Session) merge(now time.Duration, p *peer, h *header, body []byte) {
 	p.acks(h, s.sections)
 	if p.delay.on && p.acked[p.delay.section] >= p.delay.mark {
@@ -902,8 +901,8 @@ func (s *Session) find(id uint32) int {
 	return -1
 }
 
-// meet takes in an introduction. What is malformed in it is left out: it is a
-// hint, and the packet around it was not.
+// meet takes in an introduction, up to its first malformed part. An introduction is a hint, and the
+// packet around it was well-formed.
 func (s *Session) meet(now time.Duration, p *peer, b []byte) {
 	r := read(b)
 	zone, region := r.short("zone"), r.short("region")

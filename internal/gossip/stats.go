@@ -11,26 +11,26 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
-// Reason says why a packet, or an introduction in one, was not taken in.
+// Reason says why a packet, or an introduction in a packet, was not taken in.
 type Reason uint8
 
-// The reasons. What a packet's sections refuse is counted with the section.
+// The reasons. Blocks that a section refuses are counted in [SectionStats].
 const (
-	Accepted         Reason = iota // it was taken in
-	Malformed                      // not a packet, cut off, or says what cannot be
+	Accepted         Reason = iota // taken in
+	Malformed                      // not a packet, cut off, or with impossible values
 	Version                        // of another version
 	Cluster                        // of another cluster
-	Self                           // of our own name
-	OtherIncarnation               // to an older incarnation of ours; its sender is told of this one
-	OtherName                      // to somebody else who had our address
-	Superseded                     // from an incarnation that is over; it is told
-	Stale                          // so much overtaken that it could not be acknowledged
+	Self                           // from our own name
+	OtherIncarnation               // to an older incarnation of ours; we tell the sender our present one
+	OtherName                      // to another process that had our address before
+	Superseded                     // from an incarnation that is over; we tell the sender
+	Stale                          // too old to be acknowledged
 	Duplicate                      // the same packet again
-	Full                           // of a newcomer for whom there is no room
-	Refusal                        // says that an incarnation is over; not a refusal of ours
-	Introduction                   // the introduction was malformed, the rest was taken in
-	Departure                      // says that its sender's incarnation is over; not a refusal of ours
-	Leaving                        // we are leaving, and take nothing in
+	Full                           // from a newcomer, and there is no room
+	Refusal                        // a message that an incarnation is over; we did not refuse it
+	Introduction                   // malformed introduction; the rest of the packet was taken in
+	Departure                      // a message that its sender's incarnation is over; we did not refuse it
+	Leaving                        // we are leaving and take in no packets
 	reasons
 )
 
@@ -47,7 +47,7 @@ func (r Reason) String() string {
 	return reasonNames[r]
 }
 
-// Stats is what a session has done since it began, and how it stands.
+// Stats are the counts of a session since it began, and its present state.
 type Stats struct {
 	PacketsIn, PacketsOut uint64
 	BytesIn, BytesOut     uint64 // without IP and UDP headers
@@ -55,17 +55,17 @@ type Stats struct {
 	Refused [reasons]uint64 // by [Reason]
 	Resent  uint64          // packets whose changes had all been sent before
 	Hellos  uint64          // packets to addresses where nobody is heard
-	Unknown uint64          // sections of peers that this process does not have
+	Unknown uint64          // blocks of sections that this process does not have
 	Gone    uint64          // incarnations of peers that are over
 
-	Fresh, Silent, Lost int // peers now; see [Peer.State]
-	Addresses           int // known, peers' included
+	Fresh, Silent, Lost int // peers now, by [PeerState]
+	Addresses           int // known addresses, those of peers included
 
 	Unacked    uint64        // changes that peers have not acknowledged, summed
-	UnackedAge time.Duration // how long the oldest has been followed; samples, as Delay
+	UnackedAge time.Duration // age of the oldest change that is followed; sampled, see Delay
 
-	// Delay is how long a change took from when the session saw it to its
-	// acknowledgement. One change per peer is followed at a time.
+	// Delay is the time from when the session sees a change until its acknowledgement. It is
+	// sampled: one change per peer is followed at a time.
 	Delay Histogram
 
 	Sections []SectionStats
@@ -77,7 +77,7 @@ type SectionStats struct {
 	Merged    uint64 // blocks taken in
 	Refused   uint64 // blocks for which Merge returned an error
 	Oversize  uint64 // deltas that were larger than their room, and not sent
-	LastError error  // of Merge; nil if there was none
+	LastError error  // latest error of Merge; nil if there was none
 }
 
 // Histogram counts durations. Its zero value is empty.
@@ -85,10 +85,10 @@ type Histogram struct {
 	Count  uint64
 	Sum    time.Duration
 	Max    time.Duration
-	Bucket [14]uint64 // by Bounds; the last is what is longer
+	Bucket [14]uint64 // counts by upper bound in [Bounds]; the last counts longer durations
 }
 
-// Bounds are the upper bounds of a [Histogram]'s buckets but the last, inclusive.
+// Bounds are the inclusive upper bounds of a [Histogram]'s buckets. The last bucket has none.
 var Bounds = [13]time.Duration{
 	time.Millisecond, 2 * time.Millisecond, 3 * time.Millisecond, 5 * time.Millisecond, 8 * time.Millisecond,
 	12 * time.Millisecond, 20 * time.Millisecond, 50 * time.Millisecond, 100 * time.Millisecond,
@@ -106,15 +106,14 @@ func (h *Histogram) add(d time.Duration) {
 	h.Bucket[i]++
 }
 
-// PeerState says how lately a peer was heard, by its own packets and by no
-// report of others.
+// PeerState says how recently a peer was heard, by its own packets, not by reports of others.
 type PeerState uint8
 
 // The states.
 const (
-	Fresh  PeerState = iota // heard within its rest and 20 keep-alives, and has answered within 20
-	Silent                  // not heard since, or has not answered
-	Lost                    // not heard for its rest and 200 keep-alives; its address is tried every 1 to 5 s
+	Fresh  PeerState = iota // heard within its rest plus 20 keep-alives, and answers within 20
+	Silent                  // not heard for its rest plus 20 keep-alives, or no answer for 20
+	Lost                    // not heard for its rest plus 200 keep-alives; its address is tried every 1 to 5 s
 )
 
 func (p PeerState) String() string {
@@ -129,24 +128,24 @@ func (p PeerState) String() string {
 	return fmt.Sprintf("PeerState(%d)", uint8(p))
 }
 
-// Peer is what the session knows of a peer.
+// Peer is what the session knows about one peer.
 type Peer struct {
 	crdt.Replica
 	Addr         netip.AddrPort
 	Zone, Region string
 	State        PeerState
-	Heard        time.Duration // how long ago
-	HearsUs      bool          // it has repeated a stamp of ours of the last 20 keep-alives, or all that was sent to it
-	Unacked      uint64        // changes that it has not acknowledged
+	Heard        time.Duration // time since its latest packet
+	HearsUs      bool          // it echoed a stamp of our last 20 keep-alives, or all packets sent to it
+	Unacked      uint64        // changes that the peer has not acknowledged
 
-	// RTT is the shortest round trip of the last 4 to 8 s, less the time that the
-	// peer kept the stamp; 0 if there was none. Offset is the peer's wall clock less
-	// ours, as that round trip had it, right to within RTT/2; see HasOffset.
+	// RTT is the shortest round trip of the last 4 to 8 s, without the time that the peer held the
+	// stamp; 0 if there was none. Offset is the peer's wall clock minus ours, measured in that
+	// round trip, correct to within RTT/2. It is valid only if HasOffset.
 	RTT, Offset time.Duration
 	HasOffset   bool
 
-	// Delay is the latest, DelayMax the longest time from change to
-	// acknowledgement; see [Stats.Delay].
+	// Delay is the latest time from a change to its acknowledgement, DelayMax the longest; see
+	// [Stats.Delay].
 	Delay, DelayMax time.Duration
 }
 
@@ -176,7 +175,7 @@ func (s *Session) Stats(now time.Duration) Stats {
 	return st
 }
 
-// Peers appends every peer at now, those nearby first, then by name.
+// Peers appends every peer at now to dst, nearby peers first, then by name.
 func (s *Session) Peers(now time.Duration, dst []Peer) []Peer {
 	for _, p := range s.peers {
 		best := p.rtt.best()

@@ -17,19 +17,19 @@ import (
 
 const (
 	frameHeader = 2
-	frameMost   = 16 << 10 // of a frame of memberlist's
+	frameMost   = 16 << 10 // most content bytes of a frame of memberlist's
 
 	dialTime   = 2 * time.Second
 	writeTime  = 2 * time.Second
-	startTime  = 5 * time.Second  // until an accepted stream has said what it is
+	startTime  = 5 * time.Second  // limit for an accepted stream to identify itself
 	idleTime   = 30 * time.Second // after which a stream without packets is closed
 	echoEvery  = 250 * time.Millisecond
-	echoTime   = 3 * time.Second // for which a stream may stay without an echo
+	echoTime   = 3 * time.Second // longest time that a stream may stay without an echo
 	redialSoon = 100 * time.Millisecond
 	redialLate = 2 * time.Second
-	queueSlots = 64 // packets that wait for a stream
+	queueSlots = 64 // most packets that wait for a stream
 	socketRoom = 128 << 10
-	streamRoom = 4 << 10 // of a reader: whoever connects costs that much
+	streamRoom = 4 << 10 // buffer of a reader: the cost of each connection
 )
 
 var errFrame = errors.New("gossip: malformed frame")
@@ -79,9 +79,8 @@ func (t *transport) accept() {
 	}
 }
 
-// await notes a stream of which nothing was read yet. Of those that are too many the
-// oldest is closed: whoever belongs to the fleet says so at once, and whoever opens
-// streams and says nothing keeps nobody out.
+// await notes a stream of which nothing was read yet. If there are too many, the oldest is closed.
+// A process of the fleet sends its first frame at once, so silent streams cannot keep it out.
 func (t *transport) await(c net.Conn) {
 	t.mu.Lock()
 	var oldest net.Conn
@@ -95,20 +94,20 @@ func (t *transport) await(c net.Conn) {
 	}
 }
 
-// stream is one that was accepted.
+// stream is an accepted stream whose first frame was right.
 type stream struct {
 	net.Conn
 
-	from netip.AddrPort // of packets: what its first frame says; none for membership's
+	from netip.AddrPort // of a packet stream: the address in its first frame; of a membership stream: none
 }
 
-// oneNode is how many streams of packets one node may have: one that it has, and those
-// that it has given up and we have not.
+// oneNode is the most streams of packets that one node may have: one that it uses, and those that
+// it has given up but we have not.
 const oneNode = 3
 
-// accepted says that the first frame of a stream was right. It is false when there
-// are too many of those, or the stream was closed meanwhile. Of one node's, the
-// oldest makes room.
+// accepted notes that the first frame of a stream was right. It returns false if there are too many
+// such streams, or if the stream was closed meanwhile. If one node has too many, its oldest stream
+// makes room.
 func (t *transport) accepted(c net.Conn, from netip.AddrPort) bool {
 	var late net.Conn
 	defer func() {
@@ -156,7 +155,7 @@ func (t *transport) dismiss(c net.Conn) {
 	t.stats.streamsIn.Store(int64(len(t.known)))
 }
 
-// serve reads from a stream what it is. It reports whether memberlist has it now.
+// serve reads the kind of a stream and serves it. It reports whether memberlist has the stream now.
 func (t *transport) serve(c *net.TCPConn) (taken bool) {
 	_ = c.SetDeadline(time.Now().Add(startTime))
 	var first [1]byte
@@ -168,7 +167,7 @@ func (t *transport) serve(c *net.TCPConn) (taken bool) {
 		if t.udp == nil {
 			t.receive(c)
 		} else {
-			t.refuse(DropMalformed) // where packets have a socket, nobody has streams of them
+			t.refuse(DropMalformed) // over UDP nobody sends streams of packets
 		}
 		return false
 	case streamMember:
@@ -189,8 +188,8 @@ func (t *transport) serve(c *net.TCPConn) (taken bool) {
 	return false
 }
 
-// receive reads packets from a stream until it ends. Now and then it sends a byte
-// back, from which the sender knows that the stream is alive.
+// receive reads packets from a stream until it ends. At most once per echoEvery it sends a byte
+// back, which tells the sender that the stream is alive.
 func (t *transport) receive(c *net.TCPConn) {
 	_ = c.SetReadBuffer(socketRoom)
 	r := bufio.NewReaderSize(c, streamRoom)
@@ -243,7 +242,7 @@ func (t *transport) receive(c *net.TCPConn) {
 	}
 }
 
-// hurry has a stream dialed now that would wait: its address is there.
+// hurry has a waiting stream dialed at once, because a process at its address was heard.
 func (t *transport) hurry(to netip.AddrPort) {
 	t.mu.Lock()
 	o := t.outs[to]
@@ -276,8 +275,8 @@ func (t *transport) nextFrame(r *bufio.Reader, raw []byte) (frame []byte, ok boo
 	return raw[:n], err == nil
 }
 
-// appendStart appends the frame that a stream of packets begins with: where this
-// node listens.
+// appendStart appends the first frame of a stream of packets: the address at which this node
+// listens.
 func (t *transport) appendStart(b []byte) []byte {
 	b = append(b, kindStart)
 	b = binary.LittleEndian.AppendUint32(b, t.cluster)

@@ -17,18 +17,18 @@ import (
 	"github.com/hashicorp/memberlist"
 )
 
-// The first byte says what a packet, a frame or a stream is. The low four bits are
-// the version; the session's own is magic.
+// The first byte says what a packet, a frame or a stream is. Its low four bits are the version. The
+// first byte of a session packet is magic.
 //
-//	packet, frame    session packet          C1 …
-//	                 memberlist's packet     D1 | cluster (4) | …
-//	                 sealed                  E1 | salt (12) | sequence (8) | … | tag (16)
+//	packet, frame    session packet          C1 ...
+//	                 memberlist's packet     D1 | cluster (4) | ...
+//	                 sealed                  E1 | salt (12) | sequence (8) | ... | tag (16)
 //	frame            start of packets        D3 | cluster (4) | port (2) | address (4, 16 or none)
-//	                 memberlist's stream     D2 | cluster (4) | side (1) | stream (8) | number (4) | …
+//	                 memberlist's stream     D2 | cluster (4) | side (1) | stream (8) | number (4) | ...
 //	stream           of packets              A1 { length (2) frame }
 //	                 memberlist's            A2 { length (2) frame }
 //
-// What is in a sealed one begins with C1 or D1 to D3.
+// The content of a sealed packet or frame begins with C1 or D1 to D3.
 const (
 	kindMember      = 0xD1
 	kindMemberFrame = 0xD2
@@ -40,7 +40,7 @@ const (
 	memberHeader = 1 + 4
 )
 
-// Drop says why something that came in was not taken in, before the session or
+// Drop says why an incoming packet, frame or stream was not taken in, before the session or
 // memberlist saw it.
 type Drop uint8
 
@@ -49,10 +49,10 @@ const (
 	DropMalformed       Drop = iota // not a packet, frame or stream of ours
 	DropVersion                     // of another version
 	DropCluster                     // of another cluster; the session counts its own
-	DropUnauthenticated             // not sealed, or with no key of ours; or sealed, and we have none
-	DropTooLarge                    // longer than any that is sent
-	DropBusy                        // it came faster than it could be handled
-	DropStreams                     // a stream too many
+	DropUnauthenticated             // not sealed with a key of ours; or sealed, and we have no key
+	DropTooLarge                    // longer than any packet that is sent
+	DropBusy                        // came faster than it could be handled
+	DropStreams                     // too many streams
 	drops
 )
 
@@ -77,14 +77,14 @@ type wireStats struct {
 	streamsIn, streamsOut   atomic.Int64
 }
 
-// datagram is a packet in a buffer of a pool.
+// datagram is a packet in a pooled buffer.
 type datagram struct {
 	addr netip.AddrPort
-	b    []byte // in buf
+	b    []byte // the packet, within buf
 	buf  [frameHeader + bufferSize]byte
 }
 
-// bufferSize is more than the longest packet, so that one that is longer is seen.
+// bufferSize is more than the longest packet, so that a longer one is noticed.
 const bufferSize = MaxPacket + 104
 
 var datagrams = sync.Pool{New: func() any { return new(datagram) }}
@@ -96,28 +96,28 @@ func (d *datagram) free() {
 	datagrams.Put(d)
 }
 
-// transport is the sockets of a Node: one UDP socket and one TCP listener at one
-// port, for the session and for memberlist.
+// transport has the sockets of a Node: one UDP socket and one TCP listener at one port, for the
+// session and for memberlist.
 //
-// Its goroutines are the reader, the acceptor, one for each stream that was
-// accepted and two for each that was dialed. close ends them and waits.
+// Its goroutines are the reader, the acceptor, one for each stream that was accepted and two for
+// each that was dialed. close ends them and waits.
 type transport struct {
 	cluster uint32
 	seal    *sealer // nil: nothing is sealed
 	self    netip.AddrPort
-	told    netip.AddrPort // what streams announce; no address: the one they come from
-	from    netip.Addr     // where streams come from; none: the host's choice
+	told    netip.AddrPort // address that streams announce; without an IP: the one they come from
+	from    netip.Addr     // local address of dialed streams; none: the host's choice
 	udp     *net.UDPConn   // nil: packets travel over streams
 	ln      *net.TCPListener
 	faults  Faults
-	inbox   chan *datagram // for the session
-	limit   int            // of streams that are known, and of addresses
-	room    int            // for streams that are not
+	inbox   chan *datagram // packets for the session
+	limit   int            // most entries in known, and most in outs
+	room    int            // most entries in unknown
 	stats   wireStats
 
 	packets chan *memberlist.Packet
 	streams chan net.Conn
-	nodes   int // of membership, in one exchange
+	nodes   int // most nodes in one exchange of membership
 
 	quotas struct {
 		sync.Mutex
@@ -129,17 +129,17 @@ type transport struct {
 	wg     sync.WaitGroup
 
 	mu      sync.Mutex
-	closed  bool                          // guarded by mu, as what follows
-	outs    map[netip.AddrPort]*outStream // of packets
-	conns   map[net.Conn]struct{}         // all that are open
-	known   []stream                      // accepted ones whose first frame was right, oldest first
-	unknown []net.Conn                    // other accepted ones, oldest first
+	closed  bool                          // guarded by mu, as the fields below
+	outs    map[netip.AddrPort]*outStream // dialed streams of packets
+	conns   map[net.Conn]struct{}         // all open connections
+	known   []stream                      // accepted streams whose first frame was right, oldest first
+	unknown []net.Conn                    // other accepted streams, oldest first
 }
 
 var errClosed = errors.New("gossip: closed")
 
 func listen(bind netip.AddrPort, network string) (ln *net.TCPListener, udp *net.UDPConn, err error) {
-	for range 10 { // a port that is free for one may not be for the other
+	for range 10 { // a port that is free for TCP may be in use for UDP
 		ln, err = net.ListenTCP("tcp", net.TCPAddrFromAddrPort(bind))
 		if err != nil || network == TCP {
 			return ln, nil, err
@@ -147,7 +147,7 @@ func listen(bind netip.AddrPort, network string) (ln *net.TCPListener, udp *net.
 		port := uint16(ln.Addr().(*net.TCPAddr).Port) //nolint:forcetypeassert // of a TCPListener
 		udp, err = net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(bind.Addr(), port)))
 		if err == nil {
-			// The default holds some 150 packets; the system may allow less.
+			// The default buffer holds about 150 packets. The system may allow less than this size.
 			_ = udp.SetReadBuffer(2 << 20)
 			_ = udp.SetWriteBuffer(1 << 20)
 			return ln, udp, nil
@@ -183,7 +183,7 @@ func (t *transport) close() {
 	t.wg.Wait()
 }
 
-// hold has close end a connection; it is false if that has been called.
+// hold has close end a connection. It returns false if close was called before.
 func (t *transport) hold(c net.Conn) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -235,7 +235,7 @@ func (t *transport) ingest(raw []byte, from netip.AddrPort) (reason Drop, ok boo
 	return reason, false
 }
 
-// unseal puts into d what is in raw.
+// unseal puts the opened content of raw into d.
 func (t *transport) unseal(d *datagram, raw []byte) (reason Drop, ok bool) {
 	switch {
 	case len(raw) == 0:
@@ -286,7 +286,7 @@ func (t *transport) dispatch(d *datagram) (reason Drop, ok bool) {
 		if !t.admitMember(probes) {
 			return DropBusy, false
 		}
-		p := &memberlist.Packet{ // which memberlist keeps
+		p := &memberlist.Packet{ // memberlist keeps it
 			Buf:       append([]byte(nil), d.b[memberHeader:]...),
 			From:      net.UDPAddrFromAddrPort(d.addr),
 			Timestamp: time.Now(),
@@ -304,7 +304,7 @@ func (t *transport) dispatch(d *datagram) (reason Drop, ok bool) {
 	return DropMalformed, false
 }
 
-// admitMember tells whether membership may have one more packet this second.
+// admitMember reports whether membership may have one more packet this second.
 func (t *transport) admitMember(probes int) bool {
 	t.quotas.Lock()
 	defer t.quotas.Unlock()
@@ -312,8 +312,8 @@ func (t *transport) admitMember(probes int) bool {
 	return t.quotas.packets.take(now, 1, memberPackets) && t.quotas.probes.take(now, probes, memberProbes)
 }
 
-// send sends one packet. It keeps nothing of it and does not wait, but for room
-// in the socket's buffer.
+// send sends one packet. It keeps nothing of the packet, and waits only for room in the socket's
+// buffer.
 func (t *transport) send(packet []byte, to netip.AddrPort) {
 	if t.faults != nil {
 		switch delay, lost := t.faults.Packet(to); {
@@ -344,7 +344,7 @@ func (t *transport) post(packet []byte, to netip.AddrPort) {
 	t.stats.bytesOut.Add(uint64(len(b)))
 }
 
-// wrap appends a packet as it travels.
+// wrap appends a packet in the form in which it travels.
 func (t *transport) wrap(b, packet []byte) []byte {
 	if t.seal == nil {
 		return append(b, packet...)
@@ -352,7 +352,7 @@ func (t *transport) wrap(b, packet []byte) []byte {
 	return t.seal.seal(b, packet)
 }
 
-// What follows is memberlist's Transport.
+// The methods below implement memberlist's Transport.
 
 // FinalAdvertiseAddr returns where others reach this node.
 func (t *transport) FinalAdvertiseAddr(string, int) (net.IP, int, error) {
@@ -385,10 +385,10 @@ func (t *transport) WriteToAddress(b []byte, addr memberlist.Address) (time.Time
 	return t.WriteTo(b, addr.Addr)
 }
 
-// PacketCh has memberlist's packets.
+// PacketCh returns memberlist's packets.
 func (t *transport) PacketCh() <-chan *memberlist.Packet { return t.packets }
 
-// StreamCh has memberlist's streams.
+// StreamCh returns memberlist's streams.
 func (t *transport) StreamCh() <-chan net.Conn { return t.streams }
 
 // DialTimeout opens a stream of memberlist's.
@@ -412,7 +412,7 @@ func (t *transport) DialAddressTimeout(addr memberlist.Address, timeout time.Dur
 // Shutdown does nothing: the Node closes its transport.
 func (t *transport) Shutdown() error { return nil }
 
-// pause waits, and is false if ctx ended.
+// pause waits for d. It returns false if ctx ended first.
 func pause(ctx context.Context, d time.Duration) bool {
 	timer := time.NewTimer(d)
 	defer timer.Stop()

@@ -13,8 +13,8 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt/wire"
 )
 
-// magic is the first byte of every packet. The low four bits are the version; a
-// packet that older programs cannot read has a higher one.
+// magic is the first byte of every packet. Its low four bits are the version, which rises when
+// older programs cannot read a packet.
 const (
 	magic       = 0xC1
 	magicMask   = 0xF0
@@ -25,14 +25,14 @@ const (
 const (
 	flagElicits = 1 << iota // carries changes: the receiver owes an acknowledgement
 	flagRefusal             // the receiver's incarnation is over; the body is the incarnation that took its name
-	flagWall                // has a wall stamp
-	flagLeave               // the sender's incarnation is over, by its own word
+	flagWall                // the packet has a wall-clock stamp
+	flagLeave               // the sender leaves: its incarnation is over
 	flagAsks                // the sender wants keep-alives at their full pace
-	flagRests               // says how long the sender may be quiet now
+	flagRests               // the packet says how long the sender may be quiet now
 	flagsKnown  = 1<<iota - 1
 )
 
-// Blocks with an id below this are the session's own. sectionID never returns one.
+// Ids of the session's own blocks, below blockReserved. sectionID never returns one of them.
 const (
 	blockIntro    = 1
 	blockLeft     = 2
@@ -41,49 +41,49 @@ const (
 
 const blockHeader = 6 // id, length
 
-// refusal is the part of an acknowledgement that says which packets a section
-// did not take in: bit i stands for packet ack-i.
+// refusal is the part of an acknowledgement that names the packets that a section did not take in:
+// bit i stands for packet ack-i.
 type refusal struct {
 	id   uint32
 	bits uint64
 }
 
-// header is what every packet begins with. A packet has at most 1,400 bytes. Integers are
-// little-endian; v is an unsigned varint, as short as it can be; times are nanoseconds.
+// header is the beginning of every packet. A packet has at most 1,400 bytes. Integers are
+// little-endian. v is an unsigned varint in its shortest form. Times are nanoseconds.
 //
 //	1    magic and version
 //	1    flags
 //	4    cluster: FNV-1a of its name
 //	1+n  from: name, 1 to 64 bytes
 //	8    from: incarnation
-//	8    to: incarnation; 0 is whoever is there (a hello: no sequence number, an introduction only)
+//	8    to: incarnation; 0 is any process there (a hello: no sequence number, an introduction only)
 //	4    to: FNV-1a of its name
 //	v    sequence number, from 1, for each pair of incarnations
 //	v    ack: highest number taken in; 0 is none
 //	v    with an ack: bitmap, inverted; bit i stands for packet ack-i
 //	v    sent: own monotonic clock
-//	v    echo: the peer's latest sent that was heard; 0 is none
-//	v    with an echo: how long it was held
+//	v    echo: the latest sent that was heard from the peer; 0 is none
+//	v    with an echo: how long the echo was held
 //	8    with its flag, four times a second: wall clock
 //	v    with its flag: rest, in milliseconds
 //	1    number of refusals, each 4 bytes section and 8 bytes bitmap
 //
-// Blocks follow: 4 bytes section (FNV-1a of its name), 2 bytes length, content. An introduction
-// is zone and region (1+n each), a count, and addresses of others that are heard (family 4 or 6,
-// IP, port). A packet with flagRefusal has the incarnation that took the name as its body.
+// Blocks follow: 4 bytes section (FNV-1a of its name), 2 bytes length, content. An introduction is
+// zone and region (1+n each), a count, and addresses of others that are heard (family 4 or 6, IP,
+// port). The body of a packet with flagRefusal is the incarnation that took the name.
 type header struct {
 	flags   byte
 	cluster uint32
 	from    []byte // name; aliases the packet
 	fromInc uint64
-	toInc   uint64 // 0: whoever is at that address
+	toInc   uint64 // 0: any process at that address
 	toName  uint32 // hash
-	seq     uint64 // 0 exactly if toInc is
+	seq     uint64 // 0 if and only if toInc is 0
 	ack     uint64 // highest sequence number merged; 0 is none
 	bits    uint64 // bit i: packet ack-i was merged
 	sent    time.Duration
 	echo    time.Duration
-	held    time.Duration // how long ago the packet with echo had been heard
+	held    time.Duration // how long the sender held echo
 	wall    int64
 	rest    time.Duration // how much later than a keep-alive the sender's next packet may come; whole ms
 
@@ -96,7 +96,7 @@ var (
 	errMagic     = errors.New("gossip: not a packet of this version")
 )
 
-// sectionID is FNV-1a, folded away from the session's own ids.
+// sectionID is FNV-1a of the name, moved away from the session's own ids.
 func sectionID(name string) uint32 {
 	h := hash32(name)
 	if h < blockReserved {
@@ -195,15 +195,15 @@ func (h *header) parse(b []byte) ([]byte, error) {
 		len(h.from) < 1 || len(h.from) > maxName,
 		h.fromInc == 0,
 		(h.seq == 0) != (h.toInc == 0),
-		h.ack != 0 && h.bits&1 == 0,               // the highest that was merged was merged
-		h.ack < 64 && h.bits>>h.ack != 0,          // and nothing before the first
-		h.toInc == 0 && h.ack|uint64(h.echo) != 0: // whoever has heard nobody repeats nothing
+		h.ack != 0 && h.bits&1 == 0,               // packet ack itself was merged
+		h.ack < 64 && h.bits>>h.ack != 0,          // no packet before the first was merged
+		h.toInc == 0 && h.ack|uint64(h.echo) != 0: // a sender that has heard nobody acknowledges and echoes nothing
 		return nil, errMalformed
 	}
 	return r.Rest(), nil
 }
 
-// refused returns the packets, as in bits, that the peer's section did not take in.
+// refused returns the packets that the peer's section did not take in, as a bitmap like bits.
 func (h *header) refused(id uint32) uint64 {
 	for _, r := range h.refusals[:h.nrefusals] {
 		if r.id == id {
@@ -241,8 +241,8 @@ func appendString(b []byte, s string) []byte {
 	return append(b, s...)
 }
 
-// appendAddr appends 7 bytes for IPv4 and 19 for IPv6. Zones of an IPv6 address
-// mean nothing to anybody else and are left out.
+// appendAddr appends 7 bytes for IPv4 and 19 for IPv6. The zone of an IPv6 address means nothing on
+// other hosts and is left out.
 func appendAddr(b []byte, a netip.AddrPort) []byte {
 	if ip := a.Addr().Unmap(); ip.Is4() {
 		v4 := ip.As4()
@@ -259,11 +259,11 @@ type reader struct{ wire.Reader }
 
 func read(b []byte) reader { return reader{wire.Read(b)} }
 
-// short reads bytes that have their length in one byte before them.
+// short reads one byte of length, and that many bytes.
 func (r *reader) short(field string) []byte { return r.Bytes(field, int(r.Byte(field))) }
 
-// instant reads a time on somebody's monotonic clock; half of what a Duration holds,
-// so that sums of two hold.
+// instant reads a time on a monotonic clock. It is at most half of the largest Duration, so that
+// the sum of two does not overflow.
 func (r *reader) instant(field string) time.Duration {
 	return time.Duration(r.Uint(field, 0, math.MaxInt64/2))
 }

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package mark is how the stores of package once write a mark: as bytes with a checksum.
+// Package mark encodes the marks that the stores of package once write: bytes with a checksum.
 package mark
 
 import (
@@ -11,31 +11,32 @@ import (
 	"hash/crc32"
 )
 
-// State is what a record says about its key.
+// State is the state of a key's effect.
 type State uint8
 
 // The states.
 const (
-	// Begun: an effect has begun, and there was no record before.
+	// Begun means that an effect has begun, and there was no record before.
 	Begun State = iota + 1
-	// BegunOver: as Begun; Value is that of the Done record before.
+	// BegunOver means the same as Begun, but there was a Done record before. Value is its value.
 	BegunOver
-	// Done: the effect has happened.
+	// Done means that the effect has happened.
 	Done
-	// Doubt and DoubtOver: as Begun and BegunOver, and no process is about it any more.
+	// Doubt and DoubtOver mean the same as Begun and BegunOver, but no process works on the effect
+	// any more.
 	Doubt
 	DoubtOver
 )
 
-// Over tells whether the value is that of a Done record before.
+// Over tells whether the value is that of an earlier Done record.
 func (s State) Over() bool { return s == BegunOver || s == DoubtOver }
 
-// A Record is what a store keeps of a key.
+// A Record is what a store keeps for a key.
 type Record struct {
 	State State
-	At    int64  // ns since 1970, when it was written
-	Owner uint64 // of a claim; 0 where a store has one process
-	Note  string // what began, 65,535 bytes at most
+	At    int64  // when it was written, in ns since 1970
+	Owner uint64 // the owner of a claim; 0 if only one process uses the store
+	Note  string // describes the effect that began; at most 65,535 bytes
 	Value []byte
 }
 
@@ -50,8 +51,8 @@ const (
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// Encode writes a record. The checksum covers the key, too: a record under another key
-// is damaged.
+// Encode encodes a record. The checksum covers the key, too: under another key the record counts as
+// damaged.
 func Encode(key string, r Record) []byte {
 	b := make([]byte, 0, header+len(r.Note)+len(r.Value)+trailer)
 	b = append(b, version, byte(r.State))
@@ -63,7 +64,7 @@ func Encode(key string, r Record) []byte {
 	return binary.BigEndian.AppendUint32(b, checksum(key, b))
 }
 
-// Decode reads a record, or says [ErrDamaged]. The value is a copy.
+// Decode decodes a record; the error is [ErrDamaged]. The value is a copy.
 func Decode(key string, b []byte) (Record, error) {
 	if len(b) < header+trailer {
 		return Record{}, fmt.Errorf("%w: %d bytes: it must be %d or more", ErrDamaged, len(b), header+trailer)

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package operator decides who may ask a handler that operators use, and says who does.
+// Package operator decides who may call a handler for operators, and names the caller.
 package operator
 
 import (
@@ -24,15 +24,15 @@ import (
 // A Token admits an operator to a handler: the request carries
 // "Authorization: Bearer SECRET".
 type Token struct {
-	// Name says whose token it is, in logs and in the journal. Up to 32 bytes count.
+	// Name identifies the token in logs and in the journal. Only the first 32 bytes are used.
 	Name string
 
-	// Secret has at least 16 bytes. A shorter one admits nobody, and is logged.
+	// Secret must have at least 16 bytes. A shorter one admits nobody, and an error is logged.
 	Secret string
 }
 
-// Page are the paths of a console's page. It has nothing of the process in it, so it needs no
-// token: the person types that in, and the page sends it with what it asks.
+// Page has the paths of a console's page. The page contains no data of the process, so it needs no
+// token. The person types the token into the page, which sends it with each request.
 var Page = []string{"/", "/app.js", "/app.css"}
 
 const (
@@ -41,39 +41,39 @@ const (
 	refuseEvery  = time.Second // between two log lines about requests that were refused
 )
 
-// Access decides who may ask a handler. It is safe for concurrent use.
+// Access decides who may call a handler. It is safe for concurrent use.
 type Access struct {
 	log    *slog.Logger
-	room   string // the package whose handler it is, in errors and log lines
+	room   string // the package that the handler belongs to, in errors and log lines
 	tokens []heldToken
 	cross  *http.CrossOriginProtection
 
-	// OnRefused, if set before the first request, is told of refused requests, one a
-	// second at most: who, what was asked, why it was refused, and how many others were
-	// since the last call.
+	// OnRefused is called for refused requests, at most once a second: who asked, what was asked,
+	// why it was refused, and how many others were refused since the last call. Set it before the
+	// first request.
 	OnRefused func(who Who, asked, why string, others int)
 
-	// Page, if set before the first request, lets everybody read [Page] without a token,
-	// though not without TLS.
+	// Page lets everybody read the paths in [Page] without a token. Beyond loopback TLS is still
+	// needed. Set it before the first request.
 	Page bool
 
 	mu     sync.Mutex
 	saidAt time.Time
-	unsaid int // refused since
+	unsaid int // requests refused since the last log line
 }
 
-// heldToken is a token whose secret is hashed, so that all comparisons take one time.
+// heldToken is a token with a hashed secret, so that all comparisons take the same time.
 type heldToken struct {
 	name string
 	hash [sha256.Size]byte
 }
 
-// New returns the rules for the handler of a package:
+// New returns the rules for the handler of a package.
 //
-// A request that came to a loopback address or a Unix socket needs no token, unless there
-// are some; without one its Host must be a loopback address or localhost. Any other
-// request needs TLS and one of the tokens. A request that may change something must be
-// application/json, and not from a page of another origin.
+// A request to a loopback address or a Unix socket needs a token only if tokens are given. Without
+// tokens its Host must be a loopback address or localhost. Any other request needs TLS and one of
+// the tokens. A request that may change something must be application/json, and must not come from
+// a page of another origin.
 func New(room string, log *slog.Logger, tokens []Token) *Access {
 	a := &Access{room: room, log: log, cross: http.NewCrossOriginProtection()}
 	for i, t := range tokens {
@@ -87,7 +87,7 @@ func New(room string, log *slog.Logger, tokens []Token) *Access {
 
 func clip(name string) string { return name[:min(len(name), maxTokenName)] }
 
-// Who asks: the remote address, and the name of the token if there is one.
+// Who is the caller: its remote address, and the name of its token if there is one.
 type Who struct{ Remote, Token string }
 
 func (w Who) String() string {
@@ -99,13 +99,13 @@ func (w Who) String() string {
 
 type whoKey struct{}
 
-// From is the operator on whose behalf ctx runs; false if a program asks.
+// From returns the operator for whom ctx runs; false if a program calls.
 func From(ctx context.Context) (Who, bool) {
 	w, ok := ctx.Value(whoKey{}).(Who)
 	return w, ok
 }
 
-// Guard refuses requests that may not be made before next sees them.
+// Guard refuses requests that are not allowed. next gets the others.
 func (a *Access) Guard(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		who := Who{Remote: r.RemoteAddr}
@@ -123,7 +123,7 @@ func (a *Access) Guard(next http.Handler) http.Handler {
 	})
 }
 
-// judge returns the status that refuses r, or 0. It fills in the token's name.
+// judge returns the status with which to refuse r, or 0 to allow it. It sets the token's name.
 func (a *Access) judge(r *http.Request, who *Who) (status int, why string) {
 	local := cameToLoopback(r)
 	reads := r.Method == http.MethodGet || r.Method == http.MethodHead
@@ -138,7 +138,7 @@ func (a *Access) judge(r *http.Request, who *Who) (status int, why string) {
 			return http.StatusUnauthorized, "a token is needed: Authorization: Bearer SECRET"
 		}
 	case !localHost(r.Host):
-		// A page whose name was made to resolve to loopback (DNS rebinding), or a proxy.
+		// This is a page whose name was made to resolve to loopback (DNS rebinding), or a proxy.
 		return http.StatusForbidden, fmt.Sprintf("Host: %.64q is not a loopback address or localhost", r.Host)
 	}
 	if reads {
@@ -147,15 +147,15 @@ func (a *Access) judge(r *http.Request, who *Who) (status int, why string) {
 	if err := a.cross.Check(r); err != nil {
 		return http.StatusForbidden, "a page of another origin may not ask: " + err.Error()
 	}
-	// What a form of a page can send needs no preflight; JSON does.
+	// A page's form needs no preflight for the types that it can send; JSON needs one.
 	if kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type")); err != nil || kind != "application/json" {
 		return http.StatusUnsupportedMediaType, fmt.Sprintf("Content-Type: %.64q is not application/json", r.Header.Get("Content-Type"))
 	}
 	return 0, ""
 }
 
-// cameToLoopback tells whether the request came to a loopback address or a Unix socket of
-// this host. Without a listener's address, as from a server of another kind, it did not.
+// cameToLoopback tells whether the request came to a loopback address or a Unix socket of this
+// host. Without a listener's address it returns false, as with a server of another kind.
 func cameToLoopback(r *http.Request) bool {
 	switch at := r.Context().Value(http.LocalAddrContextKey).(type) {
 	case *net.TCPAddr:
@@ -177,7 +177,7 @@ func localHost(host string) bool {
 	return strings.EqualFold(host, "localhost")
 }
 
-// token compares with all tokens, in a time that does not depend on which matches.
+// token compares the secret with all tokens. The time does not depend on which one matches.
 func (a *Access) token(r *http.Request) (name string, ok bool) {
 	scheme, secret, _ := strings.Cut(r.Header.Get("Authorization"), " ")
 	hash := sha256.Sum256([]byte(secret))
@@ -189,7 +189,7 @@ func (a *Access) token(r *http.Request) (name string, ok bool) {
 	return name, ok && strings.EqualFold(scheme, "Bearer") && len(secret) >= minSecret
 }
 
-// say logs a refused request, at most one a second: others decide how many there are.
+// say logs a refused request, at most one a second: callers decide how many there are.
 func (a *Access) say(r *http.Request, who Who, status int, why string) {
 	a.mu.Lock()
 	now := time.Now()
@@ -208,7 +208,7 @@ func (a *Access) say(r *http.Request, who Who, status int, why string) {
 	}
 }
 
-// Answer writes v as JSON, which is of this moment only.
+// Answer writes v as JSON that must not be cached.
 func Answer(w http.ResponseWriter, status int, v any) {
 	b, err := json.Marshal(v)
 	if err != nil {

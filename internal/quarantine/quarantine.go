@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package quarantine has the list of rules of one process alone, and what every list of
-// rules has in common. Rules and entries are package dlq's.
+// Package quarantine has the list of rules of a single process, and the parts that all lists of
+// rules share. Rules and entries are types of package dlq.
 package quarantine
 
 import (
@@ -17,11 +17,11 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-// Max is how many entries a list may have.
+// Max is the largest number of entries of a list.
 const Max = 10_000
 
-// New is an empty list of this process alone, in memory. wall is asked for the
-// wall time, by which entries end: [time.Now] in a program.
+// New returns an empty list of this process alone, in memory. Entries end by the wall time that
+// wall returns: [time.Now] in a program.
 func New(wall func() time.Time) dlq.Quarantine {
 	return &list{wall: wall, entries: make(map[dlq.Rule]dlq.QuarantineEntry), watchers: make(map[*func()]struct{})}
 }
@@ -37,7 +37,7 @@ type list struct {
 func (q *list) Add(e dlq.QuarantineEntry) error {
 	now := q.wall()
 	e = e.WithDefaults(now)
-	e.At, e.Until = e.At.Round(0), e.Until.Round(0) // wall time, which goes on in a suspend
+	e.At, e.Until = e.At.Round(0), e.Until.Round(0) // wall time: it goes on while the host is suspended
 	if err := e.Validate(now); err != nil {
 		return err
 	}
@@ -71,8 +71,8 @@ func (q *list) Entries() []dlq.QuarantineEntry {
 	return InForce(q.wall(), maps.Values(q.entries))
 }
 
-// InForce are the entries whose time is not over, the oldest first, for whoever
-// makes a [dlq.Quarantine].
+// InForce returns the entries whose time is not over, the oldest first. It is for implementations
+// of [dlq.Quarantine].
 func InForce(now time.Time, all func(yield func(dlq.QuarantineEntry) bool)) []dlq.QuarantineEntry {
 	var in []dlq.QuarantineEntry
 	for e := range all {

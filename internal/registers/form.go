@@ -10,22 +10,22 @@ import (
 	"strconv"
 )
 
-// A stored document begins with ours, and the form's version.
+// A stored document begins with ours and the version of the form.
 const (
 	ours  = "stormguard-register/"
 	magic = ours + "1"
 )
 
 var (
-	// ErrForm means bytes that no version of this package wrote.
+	// ErrForm means bytes that no version of this package has written.
 	ErrForm = errors.New("not a document of a register")
 
-	// ErrVersion means bytes that another version of this package wrote.
+	// ErrVersion means bytes that another version of this package has written.
 	ErrVersion = errors.New("written by another version")
 )
 
-// Encode puts a line before the document: the form, the number, and an id if the
-// store is a log. People can read it with the store's own tools.
+// Encode puts a line before the document, readable with the store's own tools: the form, the
+// number, and an id if the store is a log.
 func Encode(number uint64, id string, document []byte) []byte {
 	b := make([]byte, 0, len(magic)+32+len(id)+len(document))
 	b = append(b, magic...)

@@ -10,52 +10,51 @@ import (
 	"sync"
 )
 
-// Log folds a log of records, which everybody reads in one order, into the newest
-// document. The first record for a number wins, if the number is one above the newest
-// when the record is read. Every other record changes nothing.
+// Log folds a log of records, which all readers read in the same order, into the newest document.
+// The first record for a number wins, if the number is one above the newest when the record is
+// read. All other records change nothing.
 //
-// A record that arrives late, or twice, so loses once its number is taken. Records are
-// told apart by an id, since two writers may write the same document.
+// So a record that arrives late or twice loses, because its number is taken. An id tells records
+// apart, since two writers may write the same document.
 //
-// It is safe for concurrent use. Readers may overlap: an offset counts once.
+// It is safe for concurrent use. Readers may overlap: each offset counts once.
 type Log struct {
 	mu       sync.Mutex
-	next     int64 // the first offset that was not folded
+	next     int64 // the first offset that is not folded yet
 	newest   uint64
 	document []byte
-	own      map[string]outcome // writes under way, by id
+	own      map[string]outcome // this process's unfinished writes, by id
 }
 
 type outcome struct {
 	read, won bool
-	newest    uint64 // after the record
+	newest    uint64 // the newest number after the record
 }
 
-// Next is the offset from which to read on.
+// Next is the offset to read next.
 func (l *Log) Next() int64 {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.next
 }
 
-// Newest is the newest document so far, and a copy.
+// Newest returns the newest number so far, and a copy of its document.
 func (l *Log) Newest() (uint64, []byte) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.newest, bytes.Clone(l.document)
 }
 
-// Skip says that nothing below next is a record.
+// Skip says that no offset below next has a record.
 func (l *Log) Skip(next int64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.next = max(l.next, next)
 }
 
-// Fold reads one record. Gaps between offsets are markers of the broker's own. A record
-// that is not ours is passed over, by everybody. One of another version is an error, and
-// the offset does not count: to pass it over would lead to another document than the
-// other version's.
+// Fold reads one record. Gaps between offsets are the broker's own markers. All readers pass over a
+// record that is not a register's. A record of another version is an error, and its offset does not
+// count: a reader that passed over it would get another document than a reader of that version.
 func (l *Log) Fold(offset int64, record []byte) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -68,7 +67,7 @@ func (l *Log) Fold(offset int64, record []byte) error {
 	}
 	l.next = offset + 1
 	if err != nil {
-		return nil // not ours
+		return nil // not a record of a register
 	}
 	won := number != 0 && number == l.newest+1
 	if won {
@@ -80,7 +79,7 @@ func (l *Log) Fold(offset int64, record []byte) error {
 	return nil
 }
 
-// Expect announces a write of one's own, before it is sent. Forget ends it.
+// Expect announces a write of this process before it is sent. Forget ends it.
 func (l *Log) Expect(id string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -97,8 +96,8 @@ func (l *Log) Forget(id string) {
 	delete(l.own, id)
 }
 
-// Outcome tells what became of an expected write: whether it was read, whether it
-// won, and the newest number once it was read.
+// Outcome is the outcome of an expected write: whether it was read, whether it won, and the newest
+// number once it was read.
 func (l *Log) Outcome(id string) (read, won bool, newest uint64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package registers is what the drivers of fleet/register share: the life of a watch,
-// the form of a stored document, and the fold of a log.
+// Package registers is shared by the drivers of fleet/register. It has the loop of a watch, the
+// form of a stored document, and the fold of a log.
 package registers
 
 import (
@@ -12,26 +12,26 @@ import (
 	"time"
 )
 
-// ErrBack means that the newest number is less than it was.
+// ErrBack means that the newest number is lower than before.
 var ErrBack = errors.New("register: the number went back")
 
 const (
 	minPause = 20 * time.Millisecond
 	maxPause = time.Second
 
-	// Pulse is how often a session asks the store for a sign of life, and how long
-	// it waits for the answer.
+	// Pulse is how often a session checks that the store answers, and how long it waits for that.
 	Pulse = 2 * time.Second
 )
 
-// Watch runs sessions, one after the other, until ctx ends, and returns its error. A
-// session connects, hands the newest document to emit, then each later one, and ends
-// with an error when it hears no more. emit returns an error that the session must
-// return. Within a session what emit is given must not go back, news that a look has
-// overtaken included: that would say that the store went back.
+// Watch runs sessions, one after the other, until ctx ends, and returns the error of ctx.
 //
-// on hears of a document, or of an error once while no session has a document. It is
-// called on the goroutine of Watch if the session calls emit there.
+// A session connects, passes the newest document to emit, then each later one. It ends with an
+// error when it can read no more. If emit returns an error, the session must return it. Within a
+// session the numbers passed to emit must not fall, or Watch reports that the store went back. So a
+// session must leave out a notification that a read has overtaken.
+//
+// on gets each document, or an error once while no session has a document. Watch calls it on its
+// own goroutine if the session calls emit there.
 func Watch(ctx context.Context, on func(number uint64, document []byte, err error),
 	session func(ctx context.Context, emit func(uint64, []byte) error) error,
 ) error {
@@ -55,7 +55,7 @@ func Watch(ctx context.Context, on func(number uint64, document []byte, err erro
 		if ctx.Err() != nil {
 			break
 		}
-		if time.Since(began) >= maxPause { // it worked for a while
+		if time.Since(began) >= maxPause { // the session worked for a while
 			pause = minPause
 		}
 		if !away {
@@ -70,7 +70,7 @@ func Watch(ctx context.Context, on func(number uint64, document []byte, err erro
 	return ctx.Err()
 }
 
-// Sleep waits; false when ctx ends first.
+// Sleep waits for d. It returns false if ctx ends first.
 func Sleep(ctx context.Context, d time.Duration) bool {
 	t := time.NewTimer(d)
 	defer t.Stop()

@@ -12,15 +12,15 @@ import (
 	"testing"
 )
 
-// Server is what [Killed] and [Stopped] need of a server that the test started for
-// itself; internal/brokers has one.
+// Server is the part of a test's own server that [Killed] and [Stopped] need; internal/brokers has
+// one.
 type Server interface {
 	Kill(ctx context.Context, node int) error
 	Restart(ctx context.Context) error
 	Info(ctx context.Context) (map[string]string, error)
 }
 
-// Killed are Break and Mend of a server that is killed and started again.
+// Killed returns Break and Mend of a server: one kills it, the other starts it again.
 func Killed(s Server) (kill, restart func(t *testing.T)) {
 	return func(t *testing.T) {
 			t.Helper()
@@ -35,7 +35,7 @@ func Killed(s Server) (kill, restart func(t *testing.T)) {
 		}
 }
 
-// Stopped are Break and Mend of a server whose process is stopped and goes on.
+// Stopped returns Break and Mend of a server: one stops its process, the other resumes it.
 func Stopped(s Server) (stop, resume func(t *testing.T)) {
 	signal := func(t *testing.T, sig syscall.Signal) {
 		t.Helper()

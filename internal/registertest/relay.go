@@ -10,7 +10,7 @@ import (
 	"testing"
 )
 
-// A Relay is a wire to a server, which can be cut and frozen.
+// A Relay is a connection to a server that a test can cut and freeze.
 type Relay struct {
 	ln     net.Listener
 	target string
@@ -36,10 +36,10 @@ func NewRelay(t *testing.T, target string) *Relay {
 	return r
 }
 
-// Addr is where it listens, host:port.
+// Addr returns the address at which the relay listens, host:port.
 func (r *Relay) Addr() string { return r.ln.Addr().String() }
 
-// Cut ends all connections, and new ones as soon as they come.
+// Cut ends all connections, and new connections as soon as they come.
 func (r *Relay) Cut(t *testing.T) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -47,8 +47,7 @@ func (r *Relay) Cut(t *testing.T) {
 	r.dropLocked()
 }
 
-// Freeze lets nothing pass, either way, as a server that is stopped, or a network that
-// loses everything.
+// Freeze lets nothing pass, either way, like a stopped server, or a network that loses everything.
 func (r *Relay) Freeze(t *testing.T) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -57,7 +56,7 @@ func (r *Relay) Freeze(t *testing.T) {
 	}
 }
 
-// Mend undoes both. What was frozen passes, late.
+// Mend undoes Cut and Freeze. Frozen bytes pass, late.
 func (r *Relay) Mend(t *testing.T) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -99,7 +98,7 @@ func (r *Relay) accept() {
 	}
 }
 
-// keep notes a connection; false if there must be none.
+// keep notes a connection. It returns false if the relay is closed or cut.
 func (r *Relay) keep(c net.Conn) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -128,8 +127,8 @@ func (r *Relay) serve(c net.Conn) {
 	r.copy(server, c)
 }
 
-// copy ends both connections when one ends. What has passed the first cannot be held
-// back: bytes that were read before a freeze go on after it.
+// copy copies bytes, and ends both connections when one ends. Bytes that were read before a freeze
+// cannot be held back: they go on after it.
 func (r *Relay) copy(to, from net.Conn) {
 	defer to.Close()   //nolint:errcheck // as a wire breaks
 	defer from.Close() //nolint:errcheck // likewise

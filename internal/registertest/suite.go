@@ -22,26 +22,26 @@ import (
 )
 
 const (
-	// patience bounds each wait. It is no measure of speed: the machine may be busy.
+	// patience is the longest wait. It is no measure of speed: the machine may be busy.
 	patience = 2 * time.Minute
-	// quiet is three pulses of a watch: one that ends by itself does not last as long.
+	// quiet is three pulses of a watch. A watch that ends by itself does not last as long.
 	quiet = 3 * registers.Pulse
-	// tries is how often a call may be late before that is the driver's doing.
+	// tries is how often a call may be late before the driver is to blame.
 	tries = 5
 )
 
 // A Place is where one register is.
 type Place struct {
-	// Open returns a handle such as another process would have. It must not fail
-	// when the store is away. It is closed with the test.
+	// Open returns a handle, as another process would have one. It must not fail when the store is
+	// away. The handle is closed with the test.
 	Open func(t *testing.T) register.Register
 
-	// Break makes the store away for all handles, and Mend undoes it. Both nil for a
+	// Break takes the store away from all handles, and Mend brings it back. Both are nil for a
 	// place that cannot break.
 	Break, Mend func(t *testing.T)
 }
 
-// Run runs all tests that need no fault. place makes a register that is empty.
+// Run runs all tests that need no fault. place makes an empty register.
 func Run(t *testing.T, place func(t *testing.T) Place) {
 	for _, test := range []struct {
 		name string
@@ -116,7 +116,7 @@ func oneAfterTheOther(t *testing.T, p Place) {
 		}
 	}
 
-	// The same of Settle: a number that is taken, and one that is free.
+	// Settle, too: a number that is taken, and a number that is free.
 	if n, doc, err := register.Settle(ctx, a, 4, []byte("noop")); n != 4 || string(doc) != "\n\nfour\n" || err != nil {
 		t.Errorf("Settle of a number that is taken: %d, %q, %v", n, doc, err)
 	}
@@ -141,8 +141,7 @@ func conflict(t *testing.T, err error, newest uint64) {
 	}
 }
 
-// twins write the same document at the same time: one of them only may be told that it
-// did.
+// twins write the same document at the same time. Only one of them may be told that it did.
 func twins(t *testing.T, p Place) {
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
@@ -182,7 +181,7 @@ func duels(t *testing.T, p Place) {
 	d.judge(false)
 }
 
-// ended writers give up at any moment of a write.
+// ended has writers give up at any moment of a write.
 func ended(t *testing.T, p Place) {
 	d := newDuel(t, p)
 	d.watch("watch", 0)
@@ -198,8 +197,7 @@ func ended(t *testing.T, p Place) {
 	d.judge(true)
 }
 
-// Fault breaks the place while nobody has used it yet, and again in the middle of
-// a duel.
+// Fault breaks the place before its first use, and again in the middle of a duel.
 func Fault(t *testing.T, p Place) {
 	p.Break(t)
 	broken := true
@@ -270,7 +268,7 @@ func Fault(t *testing.T, p Place) {
 	mend()
 	<-done
 	d.write(2, d.newest()+5, func() time.Duration { return 5 * time.Second })
-	// A store that is slow may be taken for one that is away, but not again and again.
+	// A slow store may be taken for one that is away, but not again and again.
 	eventually(t, "the watch says no more that the store is away", early.steady)
 	d.judge(true)
 }
@@ -284,8 +282,8 @@ func eventually(t *testing.T, what string, ok func() bool) {
 	}
 }
 
-// A duel is about numbers. Each document is the list of all ids that won so far, so the
-// last one is the whole history.
+// A duel has writers compete for numbers. Each document is the list of all ids that won so far, so
+// the last document is the whole history.
 type duel struct {
 	t        *testing.T
 	place    Place
@@ -297,7 +295,7 @@ type duel struct {
 	watchers []*watcher
 	next     int
 	late     int // writes that returned long after their context
-	timely   int // and those that returned with it
+	timely   int // writes that returned with their context
 }
 
 type attempt struct {
@@ -319,7 +317,7 @@ func (d *duel) note(a attempt) {
 	d.attempts = append(d.attempts, a)
 }
 
-// ended notes a write whose context has ended.
+// ended notes that the context of a write ended before the write returned.
 func (d *duel) ended(late bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -348,7 +346,7 @@ func (d *duel) id() string {
 	return fmt.Sprintf("w%d", d.next)
 }
 
-// read tries for as long as the store may be away.
+// read reads the register, and tries for as long as the store may be away.
 func (d *duel) read() (number uint64, document []byte) {
 	d.t.Helper()
 	var err error
@@ -370,8 +368,8 @@ func (d *duel) newest() uint64 {
 	return number
 }
 
-// write has so many writers, each with a handle of its own and two goroutines, write
-// until the number is reached.
+// write has a number of writers write until the number is reached. Each has its own handle and two
+// goroutines.
 func (d *duel) write(writers int, until uint64, limit func() time.Duration) {
 	var wg sync.WaitGroup
 	for range writers {
@@ -405,7 +403,7 @@ func (d *duel) once(r register.Register, until uint64, limit time.Duration) (don
 	document = append(document, id+"\n"...)
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
-	// On a busy machine the context's end is noticed late, too, and that is not the write's.
+	// A busy machine also notices the context's end late. That is not the write's fault.
 	noticed := make(chan time.Time, 1)
 	context.AfterFunc(ctx, func() { noticed <- time.Now() })
 	err = r.CompareAndSet(ctx, number+1, document)
@@ -417,7 +415,7 @@ func (d *duel) once(r register.Register, until uint64, limit time.Duration) (don
 	return false
 }
 
-// judge settles what may still be on its way, and compares what the writers were told
+// judge settles writes that may still be on their way. Then it compares what the writers were told
 // and what the watchers saw with the history.
 func (d *duel) judge(settle bool) {
 	t := d.t
@@ -462,7 +460,7 @@ func (d *duel) judge(settle bool) {
 	for _, w := range d.watchers {
 		eventually(t, fmt.Sprintf("watch %s sees number %d", w.name, number), func() bool { return w.number() == number })
 	}
-	time.Sleep(100 * time.Millisecond) // for what is late, and must change nothing
+	time.Sleep(100 * time.Millisecond) // for late writes, which must change nothing
 	if n, doc := d.read(); n != number || !bytes.Equal(doc, document) {
 		t.Errorf("number %d was settled, and then there was number %d: %q", number, n, doc)
 	}
@@ -472,7 +470,7 @@ func (d *duel) judge(settle bool) {
 	}
 }
 
-// A watcher notes what its Watch says.
+// A watcher notes the events of its Watch.
 type watcher struct {
 	name   string
 	cancel context.CancelFunc
@@ -483,7 +481,7 @@ type watcher struct {
 	events []register.Event
 	away   time.Time // when the store was last away
 	over   bool      // Watch has returned
-	after  int       // events after that
+	after  int       // events after Watch has returned
 }
 
 func (d *duel) watch(name string, slow time.Duration) *watcher {
@@ -525,14 +523,14 @@ func (w *watcher) number() (n uint64) {
 	return n
 }
 
-// isAway tells whether the store is away, by what the watch says.
+// isAway reports whether the store is away, according to the watch.
 func (w *watcher) isAway() bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return len(w.events) > 0 && w.events[len(w.events)-1].Err != nil
 }
 
-// steady tells whether the store has been there for a while, by what the watch says.
+// steady reports whether the store has been there for a while, according to the watch.
 func (w *watcher) steady() bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()

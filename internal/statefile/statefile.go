@@ -1,16 +1,17 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package statefile keeps one document over the restarts of a process: written whole,
-// synced, checked when it is read, and with its age. What is in it is the caller's.
+// Package statefile keeps one document over the restarts of a process. It is written as a whole,
+// synced, and checked when it is read, and its age is known. The caller decides what the document
+// contains.
 //
 // The file is a line and the document:
 //
 //	stormguard-state 1 crc32c=1c291ca3 bytes=4711 boot=<id> up=<ns> wall=<unix ns>\n
 //
-// The checksum (CRC-32C) is over the line behind it and the document, so a file that was
-// cut or changed in any single bit is found. up is the time since the host booted, in
-// suspend too: within one boot it tells the age whatever was done to the wall clock.
+// The checksum (CRC-32C) covers the rest of the line and the document. It finds a cut file, and a
+// change of any single bit. up is the time since the host booted, including suspend. Within one
+// boot it gives the age, even if the wall clock was set.
 package statefile
 
 import (
@@ -28,7 +29,7 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/diskfile"
 )
 
-// MaxBytes is how long a document may be. A longer one is not written.
+// MaxBytes is the largest size of a document. A larger one is not written.
 const MaxBytes = 64 << 20
 
 const (
@@ -37,23 +38,23 @@ const (
 	magic       = "stormguard-state 1 crc32c="
 )
 
-// Now is what is known of the present.
+// Now is a point in time, as far as the host can tell.
 type Now struct {
-	Boot string        // which boot of the host this is; empty if that cannot be told
-	Up   time.Duration // since the host booted
+	Boot string        // id of the host's boot; empty if unknown
+	Up   time.Duration // time since the host booted
 	Wall time.Time
 }
 
-// A Document is what was found at start.
+// A Document is the result of Open: the document of the previous process.
 type Document struct {
 	Body []byte // nil if there is none
-	// Age is how long ago it was written, if Sure: by this boot of the host. Otherwise
-	// it is 0, for a wall clock may have been set meanwhile.
+	// Age is how long ago the document was written, if Sure: by this boot of the host. Otherwise it
+	// is 0, because the wall clock may have been set since.
 	Age  time.Duration
 	Sure bool
-	Wall time.Time // when it was written, by the wall clock then
-	// Damage is what is wrong with a file that cannot be read; nil for none. Aside is
-	// where it was put; empty if it could not be moved, and the next Write replaces it.
+	Wall time.Time // when it was written, by the wall clock of that time
+	// Damage is why the file cannot be read; nil if it can. Aside is the path that the damaged file
+	// was moved to. If it could not be moved, Aside is empty, and the next Write replaces the file.
 	Damage error
 	Aside  string
 }
@@ -65,9 +66,9 @@ type File struct {
 	now  func() Now
 }
 
-// Open makes the folder if it is not there (the one that it is in must be), locks it, and
-// reads what the process before left. The error is [diskfile.ErrLocked] if another process
-// has the folder. A nil now is the host's.
+// Open makes the folder if it does not exist, locks it, and reads the document of the previous
+// process. The parent folder must exist. The error is [diskfile.ErrLocked] if another process has
+// the folder. A nil now means the host's clocks.
 func Open(dir string, now func() Now) (*File, Document, error) {
 	if now == nil {
 		now = hostNow
@@ -109,8 +110,7 @@ func (f *File) read() (d Document) {
 	return d
 }
 
-// Write puts a document in the place of the one before. After a crash there is one of the
-// two.
+// Write replaces the document. After a crash the file has the old one or the new one.
 func (f *File) Write(body []byte) error {
 	if len(body) > MaxBytes {
 		return fmt.Errorf("the document has %d bytes; at most %d are kept", len(body), MaxBytes)
@@ -119,7 +119,7 @@ func (f *File) Write(body []byte) error {
 	return err
 }
 
-// Close gives the folder back.
+// Close unlocks the folder.
 func (f *File) Close() error { return f.dir.Close() }
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)

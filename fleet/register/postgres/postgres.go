@@ -3,9 +3,9 @@
 
 // Package postgres keeps a fleet's register in one row of a PostgreSQL table.
 //
-// The row is changed where it has the number before, and a new one is inserted where
-// there is none, so the database lets one writer through. The table is made by
-// [Register.Create], or by hand with [Schema].
+// An UPDATE changes the row only if it has the previous number. An INSERT makes the first row only
+// if there is none. So the database lets one writer through. [Register.Create] makes the table, or
+// you make it with [Schema].
 package postgres
 
 import (
@@ -23,16 +23,16 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/registers"
 )
 
-// Schema makes the table of all registers of a database. A process needs SELECT,
-// INSERT and UPDATE on it.
+// Schema makes the table, which has all registers of a database. A process needs SELECT, INSERT and
+// UPDATE on it.
 const Schema = `CREATE TABLE IF NOT EXISTS stormguard_register (
 	name     text   PRIMARY KEY,
 	number   bigint NOT NULL CHECK (number > 0),
 	document bytea  NOT NULL
 )`
 
-// A write is one statement, and so one transaction. It waits for the disk, and for a
-// synchronous standby if there is one, whatever the session's settings are.
+// A write is one statement, and so one transaction. It waits for the disk, and for a synchronous
+// standby if there is one, even if the session's settings say otherwise.
 const (
 	durable = `SELECT set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local') THEN 'on' ELSE current_setting('synchronous_commit') END, true) AS mode`
 
@@ -53,12 +53,11 @@ SELECT pg_notify('stormguard_register', name) FROM written`
 // maxName is the longest name of a register, in bytes.
 const maxName = 255
 
-// Register is a [register.Register] in a row. It has no goroutine of its own, and does
-// not close the pool. A watch takes a connection out of the pool for as long as it
-// lasts, to listen.
+// Register is a [register.Register] in one row. It has no goroutine of its own, and does not close
+// the pool. Each Watch takes a connection out of the pool, to listen, until it ends.
 //
-// The pool must lead to the primary server. After a failover to a standby that was
-// asynchronous, the newest documents may be lost.
+// The pool must lead to the primary server. After a failover to an asynchronous standby, the newest
+// documents may be lost.
 type Register struct {
 	pool *pgxpool.Pool
 	name string
@@ -66,7 +65,7 @@ type Register struct {
 
 var _ register.Register = (*Register)(nil)
 
-// New is the register of a name, 1 to 255 bytes. It asks the database nothing.
+// New returns the register of a name, 1 to 255 bytes. It does not call the database.
 func New(pool *pgxpool.Pool, name string) (*Register, error) {
 	if pool == nil {
 		return nil, errors.New("postgres: register: a pool is needed")
@@ -127,7 +126,7 @@ func (r *Register) Read(ctx context.Context) (number uint64, document []byte, er
 	return r.read(ctx, r.pool)
 }
 
-// CompareAndSet writes a document, in one round trip, or two if another was faster.
+// CompareAndSet writes a document, in one round trip, or two if another writer was faster.
 func (r *Register) CompareAndSet(ctx context.Context, number uint64, document []byte) error {
 	if err := register.Check(number, document); err != nil {
 		return err
@@ -162,12 +161,12 @@ func (r *Register) CompareAndSet(ctx context.Context, number uint64, document []
 		if err == nil || newest != number-1 {
 			return &register.ConflictError{Newest: newest}
 		}
-		// Strict isolation may refuse a write for another one that is not committed yet.
+		// Strict isolation may refuse a write because of one that is not committed yet.
 	}
 }
 
-// refused tells whether a write was not done, and will not be: it was not sent, or the
-// server says why not. A server that is ending may say so after it has committed.
+// refused tells whether a write was not done, and never will be: it was not sent, or the server
+// says why not. A server that is shutting down may report an error after it has committed.
 func refused(err error) bool {
 	if pgconn.SafeToRetry(err) {
 		return true
@@ -184,15 +183,14 @@ func refused(err error) bool {
 	}
 }
 
-// conflicts tells whether a write was refused for another write, as strict isolation
-// does.
+// conflicts tells whether a write was refused because of another write, as strict isolation does.
 func conflicts(err error) bool {
 	var said *pgconn.PgError
 	return errors.As(err, &said) && said.Code == "40001"
 }
 
-// Watch listens for the notifications of writers, and reads every 2 s besides: where a
-// pooler between gives each transaction another connection, notifications get lost.
+// Watch listens for the notifications of writers. It also reads every 2 s: notifications get lost
+// if a pooler gives each transaction another connection.
 func (r *Register) Watch(ctx context.Context, on func(register.Event)) error {
 	return registers.Watch(ctx, func(number uint64, document []byte, err error) {
 		on(register.Event{Number: number, Document: document, Err: err})
@@ -207,11 +205,11 @@ func (r *Register) session(ctx context.Context, emit func(uint64, []byte) error)
 	if err != nil {
 		return fmt.Errorf("postgres: register: %w", err)
 	}
-	conn := pooled.Hijack() // it listens, so nobody else may have it
+	conn := pooled.Hijack() // it listens, so it cannot go back to the pool
 	defer func() {
 		ending, cancel := context.WithTimeout(context.WithoutCancel(ctx), farewell)
 		defer cancel()
-		_ = conn.Close(ending) // nothing is left that could fail
+		_ = conn.Close(ending) // an error would change nothing
 	}()
 	if _, err := conn.Exec(starting, "LISTEN stormguard_register"); err != nil {
 		return fmt.Errorf("postgres: register: listen: %w", err)
@@ -235,7 +233,7 @@ func (r *Register) session(ctx context.Context, emit func(uint64, []byte) error)
 // farewell is how long the end of a watch waits for the server.
 const farewell = 100 * time.Millisecond
 
-// wait waits for a notification of this register, or until it is time to read.
+// wait returns when a notification of this register comes, or when it is time to read.
 func (r *Register) wait(ctx context.Context, conn *pgx.Conn) error {
 	waiting, cancel := context.WithTimeout(ctx, registers.Pulse)
 	defer cancel()

@@ -11,14 +11,14 @@ import (
 // maxRate bounds how wrong a clock's rate may be, in parts per million.
 const maxRate = 100_000
 
-// clock maps true time to what a node reads. The monotonic reading never goes
-// back; it is exact integer arithmetic, so that runs repeat everywhere.
+// clock maps true time to a node's readings. The monotonic reading never goes back. It is exact
+// integer arithmetic, so that runs repeat everywhere.
 type clock struct {
-	since  time.Duration // true time from which the following holds
-	mono   time.Duration // own reading then
+	since  time.Duration // true time from which the other fields hold
+	mono   time.Duration // monotonic reading at since
 	ppm    int64         // rate error
 	wall   time.Duration // wall clock less true time, without the rate error
-	halted bool          // the machine is paused: the reading stands
+	halted bool          // the machine is paused: the readings stand still
 }
 
 // at returns the own reading at true time t, which is not before since.
@@ -75,8 +75,7 @@ func (c *clock) when(now, own time.Duration) time.Duration {
 	return t
 }
 
-// restart makes t the instant from which the clock is described. Both readings
-// go on without a step.
+// restart sets since to t. Both readings go on without a step.
 func (c *clock) restart(t time.Duration) {
 	mono, wall := c.at(t), c.wallAt(t)
 	c.since, c.mono, c.wall = t, mono, time.Duration(wall)-t

@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// Faults happen when they are called: from within At, for a schedule. Packets
-// that are on their way already arrive whatever is cut behind them.
+// A fault happens when its method is called; a schedule calls it from within At. Packets that are
+// already on their way still arrive after a Cut or Split.
 
 // SetLink sets one way between two nodes.
 func (n *Net) SetLink(from, to int, l Link) {
@@ -30,15 +30,14 @@ func (n *Net) SetLinks(l Link) {
 	}
 }
 
-// Cut loses everything one way; Mend ends that.
+// Cut loses all packets one way, until Mend.
 func (n *Net) Cut(from, to int) { n.wires[from][to].cut = true }
 
 // Mend ends a Cut.
 func (n *Net) Mend(from, to int) { n.wires[from][to].cut = false }
 
-// Split parts the nodes into groups that do not reach each other. Nodes that are
-// not named are one more group, and so are nodes that are added later. It takes
-// the place of an earlier split.
+// Split parts the nodes into groups that do not reach each other. Nodes that are not named, and
+// nodes that are added later, are one more group. It replaces an earlier split.
 func (n *Net) Split(groups ...[]int) {
 	clear(n.groups)
 	for g, nodes := range groups {
@@ -51,12 +50,12 @@ func (n *Net) Split(groups ...[]int) {
 // Heal ends a split. Cuts stay.
 func (n *Net) Heal() { clear(n.groups) }
 
-// Isolate parts one node from all others, which keep each other; Heal ends that
-// as well.
+// Isolate parts one node from all others, which still reach each other. It replaces an earlier
+// split, and Heal ends it.
 func (n *Net) Isolate(node int) { n.Split([]int{node}) }
 
-// Flap isolates a node from true time from until true time until: down, then up,
-// again and again. It heals every split at each turn.
+// Flap isolates a node from true time from until true time until: down, then up, repeatedly. Each
+// turn heals every split.
 func (n *Net) Flap(node int, down, up, from, until time.Duration) {
 	if down <= 0 || up <= 0 {
 		panic(fmt.Sprintf("simnet: flap: %v down and %v up are not both above 0s", down, up))
@@ -67,8 +66,8 @@ func (n *Net) Flap(node int, down, up, from, until time.Duration) {
 	}
 }
 
-// Crash ends a node's process without a word. What is on its way to it is lost if
-// the node is still down then.
+// Crash ends a node's process at once. Packets on their way to the node are lost if it is still
+// down when they arrive.
 func (n *Net) Crash(node int) {
 	nd := n.nodes[node]
 	nd.process = nil
@@ -76,9 +75,9 @@ func (n *Net) Crash(node int) {
 	n.arm(node)
 }
 
-// Restart starts the next incarnation of a node, crashing the one that runs. Its
-// monotonic clock begins anew; rate error and wall clock stay the machine's. A
-// stopped or paused node goes on.
+// Restart crashes the running process of a node and starts its next incarnation. Its monotonic
+// clock begins anew. Its rate error and wall clock stay those of the machine. It ends Suspend and
+// Pause.
 func (n *Net) Restart(node int) {
 	nd := n.nodes[node]
 	nd.process = nil
@@ -109,13 +108,13 @@ func (n *Net) start(id int) {
 	n.arm(id)
 }
 
-// Suspend stops a node's process and not its clock, as SIGSTOP does: packets
-// wait in its socket, the first 256 of them. After d it goes on, and so do
-// overlapping suspensions when the last one ends.
+// Suspend stops a node's process but not its clock, as SIGSTOP does: packets wait in its socket,
+// the first 256 of them. After d the process goes on. If suspensions overlap, it goes on when the
+// last one ends.
 func (n *Net) Suspend(node int, d time.Duration) { n.stop(node, d, false) }
 
-// Pause stops a whole machine, its clocks included, as a hypervisor does: what
-// comes in is lost, and afterwards both clocks are late by d.
+// Pause stops a whole machine with its clocks, as a hypervisor does. Incoming packets are lost, and
+// afterwards both clocks are late by d.
 func (n *Net) Pause(node int, d time.Duration) { n.stop(node, d, true) }
 
 func (n *Net) stop(node int, d time.Duration, clocks bool) {
@@ -164,7 +163,7 @@ func (n *Net) Drift(node int, ppm int) {
 	n.arm(node)
 }
 
-// StepWall moves a node's wall clock. Its monotonic clock does not notice.
+// StepWall moves a node's wall clock. Its monotonic clock does not change.
 func (n *Net) StepWall(node int, by time.Duration) {
 	n.nodes[node].clock.wall += by
 }

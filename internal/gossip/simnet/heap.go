@@ -5,11 +5,11 @@ package simnet
 
 import "time"
 
-// flight is a packet on its way, or a scheduled call. It has no pointers: a heap of a million
-// of them is nothing to the garbage collector, and moving one is moving 32 bytes.
+// flight is a packet on its way, or a scheduled call. It has no pointers, so the garbage collector
+// does not scan a heap of a million flights. It has 32 bytes.
 type flight struct {
 	at   time.Duration // true time of arrival
-	seq  uint64        // at one instant, what was sent first arrives first
+	seq  uint64        // order of sending; it decides between flights of one instant
 	buf  int32         // index into Net.bufs or Net.tasks
 	from int32
 	to   int32
@@ -69,9 +69,8 @@ func (h *flights) pop() flight {
 	return top
 }
 
-// timers has one wake instant for each node, in a binary heap that knows where
-// each node stands: a timer that is moved is moved in place, and the heap never
-// has more entries than there are nodes.
+// timers has one wake instant for each node, in a binary heap that knows the place of each node. So
+// a timer is moved in place, and the heap never has more entries than there are nodes.
 type timers struct {
 	at   []time.Duration // by node; never if the node has no timer
 	heap []int32         // nodes

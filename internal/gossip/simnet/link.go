@@ -10,22 +10,22 @@ import (
 	"time"
 )
 
-// A Link is what happens to packets one way between two nodes. The zero value
-// delivers each packet once, at once, and in order. Delay is drawn for each
-// packet by itself, so packets overtake each other.
+// A Link says what happens to packets one way between two nodes. The zero value delivers each
+// packet once, at once, and in order. The delay is drawn for each packet separately, so packets
+// overtake each other.
 type Link struct {
 	Base   time.Duration // least one-way delay
 	Jitter time.Duration // mean of the exponential delay that is added
 
-	Loss float64 // share of packets that are lost, each by itself; in [0, 1]
-	Dup  float64 // share of what is not lost that arrives twice, each copy with a delay of its own; in [0, 1]
+	Loss float64 // share of packets that are lost, drawn for each packet; in [0, 1]
+	Dup  float64 // share of packets not lost that arrive twice, each copy with its own delay; in [0, 1]
 
 	Burst Burst // loss in bursts, besides Loss
 }
 
-// Burst is loss in bursts after Gilbert and Elliott: the link is good or bad, and
-// changes with time and not with packets, so that an idle link recovers too. The
-// zero value is always good. A share Bad/(Good+Bad) of the time is bad.
+// Burst is loss in bursts after Gilbert and Elliott: the link is good or bad. The state changes
+// with time and not with packets, so that an idle link recovers too. The zero value is always good.
+// The link is bad for a share Bad/(Good+Bad) of the time.
 type Burst struct {
 	Good, Bad time.Duration // mean time in each state; both or neither
 	Loss      float64       // share of packets lost while bad; in [0, 1]
@@ -84,8 +84,8 @@ func (w *wire) loses(t time.Duration, rng *rand.Rand) bool {
 	return w.link.Loss > 0 && rng.Float64() < w.link.Loss
 }
 
-// stay draws how long the state lasts. The exponential forgets, so a state that
-// is entered in the middle lasts as long as one that is entered at its start.
+// stay draws how long the state lasts. The exponential distribution has no memory: a state that is
+// entered in the middle lasts as long as one that is entered at its start.
 func (w *wire) stay(rng *rand.Rand) time.Duration {
 	mean := w.link.Burst.Good
 	if w.bad {

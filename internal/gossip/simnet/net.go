@@ -18,20 +18,20 @@ const (
 	never    = time.Duration(math.MaxInt64)
 	maxNodes = 1 << 16
 
-	// A stopped process's socket keeps what comes in, up to this many packets;
-	// what comes in after that is lost, as in a kernel's buffer.
+	// socketBuffer is the most packets that the socket of a stopped process keeps. Later packets
+	// are lost, as in a kernel's buffer.
 	socketBuffer = 256
 )
 
-// Config says how a net begins. The zero value is valid.
+// Config is the initial state of a net. The zero value is valid.
 type Config struct {
-	Seed uint64 // of everything that is drawn
+	Seed uint64 // seed of everything random
 
-	// Link is between any two nodes that [Net.SetLink] has said nothing of.
+	// Link is the link between two nodes for which [Net.SetLink] was not called.
 	Link Link
 
-	// Epoch is the wall time at the start, in nanoseconds since 1970. It is only
-	// ever metadata; 0 is the start of 2026.
+	// Epoch is the wall time at the start, in nanoseconds since 1970. It is metadata only; 0 means
+	// the start of 2026.
 	Epoch int64
 }
 
@@ -41,13 +41,12 @@ const start2026 = 1_767_225_600_000_000_000
 // incarnation's own, seeded from the net's seed.
 type Boot func(incarnation int, rng *rand.Rand) Process
 
-// Net is a network, the machines on it, and time. It runs in the goroutine that
-// calls Run and starts none; it is not safe for concurrent use.
+// Net is a network, the machines on it, and time. It runs in the goroutine that calls Run and
+// starts none; it is not safe for concurrent use.
 //
-// A run is a pure function of the seed, the processes and the schedule. Events
-// at one instant happen in the order scheduled functions, packets, wakes; within
-// each, functions and packets in the order in which they were scheduled and sent,
-// wakes by node.
+// A run is a pure function of the seed, the processes and the schedule. At one instant, scheduled
+// functions come first, then packets, then wakes. Functions come in the order in which they were
+// scheduled, packets in the order in which they were sent, wakes by node.
 type Net struct {
 	rng   *rand.Rand
 	seed  uint64
@@ -63,10 +62,10 @@ type Net struct {
 	flying flights
 	seq    uint64
 	bufs   [][]byte
-	free   []int32 // of bufs
-	plan   flights // of what At scheduled; buf is an index into tasks
+	free   []int32 // unused indexes of bufs
+	plan   flights // functions that At scheduled; buf is an index into tasks
 	tasks  []func()
-	idle   []int32 // of tasks
+	idle   []int32 // unused indexes of tasks
 
 	actions  []gossip.Action
 	onPacket func(at time.Duration, from, to int, packet []byte)
@@ -78,18 +77,20 @@ type node struct {
 	process     Process // nil while down
 	incarnation int
 	clock       clock
-	stopped     int      // how many have stopped the process and not let it go on
-	inbox       []flight // what came in meanwhile
+	stopped     int      // suspensions and pauses that have not ended
+	inbox       []flight // packets that came in while the process was stopped
 }
 
 // Stats are counts of packets since the net began.
 type Stats struct {
 	Sent, Delivered, Duplicated uint64
 	Lost                        uint64 // by links, cuts and splits
-	Unreceived                  uint64 // by nodes that are down, gone or full, and addresses of nobody
-	Bytes                       uint64 // delivered
-	Largest                     int    // bytes of the largest packet sent
-	Wakes                       uint64
+	// Unreceived counts packets to nodes that are down, paused or full, packets in the socket of a
+	// suspended process that crashed, and packets to an address of no node.
+	Unreceived uint64
+	Bytes      uint64 // bytes delivered
+	Largest    int    // bytes of the largest packet sent
+	Wakes      uint64
 }
 
 // New returns an empty net at true time 0. It panics if c.Link is invalid.
@@ -113,8 +114,8 @@ func check(l Link) {
 	}
 }
 
-// Add adds a machine and starts its first incarnation. Nodes are numbered from 0. The
-// monotonic clock of an incarnation begins anywhere within an hour, drawn from the seed.
+// Add adds a machine, starts its first incarnation, and returns its number. Nodes are numbered from
+// 0. The monotonic clock of an incarnation begins at a random value within an hour.
 func (n *Net) Add(boot Boot) int {
 	id := len(n.nodes)
 	if id == maxNodes {
@@ -138,12 +139,12 @@ func (n *Net) Add(boot Boot) int {
 	return id
 }
 
-// Addr is a node's address, the same in every incarnation.
+// Addr returns a node's address, which is the same in every incarnation.
 func Addr(node int) netip.AddrPort {
 	return netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, byte(node >> 8), byte(node)}), 7946)
 }
 
-// node returns whose address it is.
+// node returns the node at an address, if there is one.
 func (n *Net) node(a netip.AddrPort) (int, bool) {
 	if !a.Addr().Is4() || a.Port() != 7946 {
 		return 0, false
@@ -163,7 +164,7 @@ func (n *Net) Clock(node int) (own time.Duration, wall int64) {
 	return c.at(n.now), c.wallAt(n.now)
 }
 
-// Process returns what runs on a node, or nil while it is down.
+// Process returns the process on a node, or nil while the node is down.
 func (n *Net) Process(node int) Process { return n.nodes[node].process }
 
 // Len returns how many nodes there are.
@@ -172,16 +173,16 @@ func (n *Net) Len() int { return len(n.nodes) }
 // Stats returns the counts so far.
 func (n *Net) Stats() Stats { return n.stats }
 
-// Hash is the trace hash: FNV-1a over 64-bit words, of every event so far: its
-// time, sender, receiver and bytes. Two runs with one hash were the same run.
+// Hash is the trace hash of every event so far: its time, sender, receiver and bytes. It is FNV-1a
+// over 64-bit words. Two runs with the same hash were the same run.
 func (n *Net) Hash() uint64 { return n.hash }
 
-// OnPacket has f see every packet as it is sent, before its fate is drawn. The
-// packet is f's only until it returns. One f; nil takes it away.
+// OnPacket has f called with every packet when it is sent, before its loss and delay are drawn. f
+// must not keep the packet. A later call replaces f; nil removes it.
 func (n *Net) OnPacket(f func(at time.Duration, from, to int, packet []byte)) { n.onPacket = f }
 
-// At has f called at true time t, before anything else that happens then; an
-// instant in the past is now. f may do anything to the net but run it.
+// At has f called at true time t, before packets and wakes of that instant. An instant in the past
+// means now. f may do anything to the net except run it.
 func (n *Net) At(t time.Duration, f func()) {
 	var task int32
 	if k := len(n.idle); k > 0 {
@@ -201,8 +202,8 @@ func (n *Net) Run(t time.Duration) {
 	n.RunUntil(t, func() bool { return false })
 }
 
-// RunUntil lets time pass until true time t or until done, asked before the first
-// and after every event, says so. It reports whether it did.
+// RunUntil lets time pass until true time t, or until done returns true. done is called before the
+// first and after every event. RunUntil reports whether done returned true.
 func (n *Net) RunUntil(t time.Duration, done func() bool) bool {
 	for !done() {
 		if !n.step(t) {
@@ -262,7 +263,7 @@ func (n *Net) wake(id int) {
 	n.run(id, gossip.Event{Kind: gossip.Wake})
 }
 
-// run steps a process, sends what it says and moves its timer.
+// run steps a process, sends its packets and moves its timer.
 func (n *Net) run(id int, ev gossip.Event) {
 	nd := n.nodes[id]
 	ev.Wall = nd.clock.wallAt(n.now)
@@ -347,8 +348,8 @@ func (n *Net) deliver(f flight) {
 	n.free = append(n.free, f.buf)
 }
 
-// trace takes an event into the hash. The shift carries high bits down, which
-// FNV's multiplication alone never does.
+// trace mixes an event into the hash. The shift carries high bits down, which FNV's multiplication
+// alone never does.
 func (n *Net) trace(from, to int, packet []byte) {
 	const prime = 1099511628211
 	h := n.hash

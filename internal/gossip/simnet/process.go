@@ -11,27 +11,24 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/gossip"
 )
 
-// A Process is one incarnation of whatever runs on a node. A [gossip.Session] is one;
-// a program that has more to simulate wraps a session in a Process of its own,
-// hands it the packets, adds its own wakes, and calls the session's Step with a
-// [gossip.Wake] when one of its sections has changed.
+// A Process is one incarnation of the program on a node. A [gossip.Session] is one. A program that
+// has more to simulate wraps a session in its own Process. It hands the session its packets, adds
+// its own wakes, and calls the session's Step with a [gossip.Wake] when a section has changed.
 //
-// All instants are on the node's own monotonic clock, whose origin is the
-// incarnation's own. A Process must not depend on anything but what Step is given, or
-// the run does not repeat.
+// All instants are on the node's own monotonic clock, whose origin differs between incarnations. A
+// Process must not depend on anything but the arguments of Step, or the run does not repeat.
 type Process interface {
-	// Step takes in one event and appends what is to be done. The net hands over
-	// [gossip.Wake] and [gossip.Packet]; the packet belongs to the net. It takes
-	// copies of what is to be sent before it calls Step again, and ignores
-	// actions other than [gossip.Send].
+	// Step takes in one event and appends its actions. The net hands over [gossip.Wake] and
+	// [gossip.Packet]; the packet belongs to the net. The net copies outgoing packets before it
+	// calls Step again, and ignores actions other than [gossip.Send].
 	Step(now time.Duration, ev gossip.Event, actions []gossip.Action) []gossip.Action
 
-	// Wake is when the process wants its next [gossip.Wake], asked after every
-	// Step. An instant in the past is now; [gossip.Never] is never.
+	// Wake returns when the process wants its next [gossip.Wake]. The net asks after every Step. An
+	// instant in the past means now; [gossip.Never] means never.
 	Wake() time.Duration
 }
 
-// Member returns a process that is s, told of its seeds at its first step.
+// Member returns a process that is s. At its first step, s is told its seeds.
 func Member(s *gossip.Session, seeds ...netip.AddrPort) Process {
 	return &member{Session: s, seeds: seeds}
 }
@@ -39,7 +36,7 @@ func Member(s *gossip.Session, seeds ...netip.AddrPort) Process {
 type member struct {
 	*gossip.Session
 
-	seeds []netip.AddrPort // not told yet
+	seeds []netip.AddrPort // seeds that the session was not told yet
 }
 
 func (m *member) Step(now time.Duration, ev gossip.Event, actions []gossip.Action) []gossip.Action {
@@ -47,7 +44,7 @@ func (m *member) Step(now time.Duration, ev gossip.Event, actions []gossip.Actio
 		n := len(actions)
 		actions = m.Session.Step(now, gossip.Event{Kind: gossip.Join, Addr: seed, Wall: ev.Wall}, actions)
 		for i := range actions[n:] {
-			actions[n+i].Packet = bytes.Clone(actions[n+i].Packet) // the next Step ends it
+			actions[n+i].Packet = bytes.Clone(actions[n+i].Packet) // the next Step overwrites it
 		}
 	}
 	m.seeds = nil
