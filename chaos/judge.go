@@ -11,40 +11,42 @@ import (
 	"time"
 )
 
-// A History is what a run recorded. Instants are since its start.
+// A History is the record of a run. Instants count from its start.
 type History struct {
 	Schedule  Schedule   `json:"schedule"`
-	Published []Message  `json:"published"` // what the broker confirmed, in its order
-	Starts    []Start    `json:"starts"`    // of the consumer's processes
-	Effects   []Effect   `json:"effects"`   // in the order in which the dependency had them
-	Handled   []Effect   `json:"handled"`   // handlers that returned nil, in their order
-	Failed    []Effect   `json:"failed"`    // handlers of healthy messages that returned an error, in their order
+	Published []Message  `json:"published"` // messages that the broker confirmed, in the broker's order
+	Starts    []Start    `json:"starts"`    // starts of the consumers' processes
+	Effects   []Effect   `json:"effects"`   // effects, in the order in which they reached the dependency
+	Handled   []Effect   `json:"handled"`   // calls of handlers that returned nil, in order
+	Failed    []Effect   `json:"failed"`    // calls for healthy messages that returned an error, in order
 	Letters   []int      `json:"letters"`   // ids of the messages in the DLQ
-	Fired     []Fired    `json:"fired"`     // faults that happened, in their order
-	Healed    Instant    `json:"healed"`    // the end of the last fault and of publishing
+	Fired     []Fired    `json:"fired"`     // faults that happened, in order
+	Healed    Instant    `json:"healed"`    // when the last fault and the publishing had both ended
 	Drained   *Instant   `json:"drained"`   // when nothing was left at the broker; nil if never
-	Ordered   Redelivery `json:"ordered"`   // what the broker keeps of the order after a kill
+	Ordered   Redelivery `json:"ordered"`   // how the broker orders redelivered messages
 }
 
 // An Instant is a time since the start of the run.
 type Instant = time.Duration
 
-// Redelivery is what a broker keeps of the order of messages that a killed process had.
+// Redelivery says how a broker orders the messages of a killed process when it delivers
+// them again.
 type Redelivery string
 
 const (
-	// KeepsOrder is a broker that hands messages over again in their order: Kafka.
+	// KeepsOrder is for a broker that redelivers messages in their order: Kafka.
 	KeepsOrder Redelivery = "keeps"
-	// Redelivers is one that hands them over again when their time is over, behind newer
-	// ones: RabbitMQ, JetStream. Then only messages that were published after a process
-	// began are judged by what it made of them.
+	// Redelivers is for a broker that redelivers messages after a timeout, behind newer
+	// ones: RabbitMQ, JetStream. Then the order is checked within each process, for
+	// messages that were published after the process started.
 	Redelivers Redelivery = "redelivers"
-	// Competes is a broker that gives messages of one key to several consumers at once, as
-	// RabbitMQ and JetStream do: their order is not judged.
+	// Competes is for a broker that gives messages of one key to several consumers at once,
+	// as RabbitMQ and JetStream do. Then the order is not checked.
 	Competes Redelivery = "competes"
 )
 
-// A Message was published; ids rise in that order. Poison is one that no handler can handle.
+// A Message is one that was published. IDs rise in the order of publishing. No handler can
+// handle a Poison message.
 type Message struct {
 	ID     int     `json:"id"`
 	Key    int     `json:"key"`
@@ -52,50 +54,49 @@ type Message struct {
 	At     Instant `json:"at"`
 }
 
-// A Start of a process, by its number.
+// A Start is the start of a process. Process is its number.
 type Start struct {
 	Process int     `json:"process"`
 	At      Instant `json:"at"`
 }
 
-// An Effect of a message, made by a process.
+// An Effect is the effect of a message, made by a process.
 type Effect struct {
 	ID      int     `json:"id"`
 	Process int     `json:"process"`
 	At      Instant `json:"at"`
 }
 
-// A Fired fault, by its place in the schedule.
+// A Fired is a fault that happened. Fault is its index in the schedule.
 type Fired struct {
 	Fault int     `json:"fault"`
 	At    Instant `json:"at"`
 
-	// Count shows that it happened: packets that were lost, reads that came late, connections
-	// that broke, milliseconds of processor time that were burnt, KiB of the disk that were
-	// taken. 0 for the other kinds.
+	// Count shows that the fault happened: lost packets, delayed reads, broken connections,
+	// milliseconds of used processor time, or KiB of used disk. 0 for the other kinds.
 	Count int `json:"count,omitempty"`
 
-	// Timers are how often the kernel of a consumer sent a packet again, in a Loss, because no
+	// Timers is how often a consumer's kernel sent a packet again during a Loss because no
 	// answer came in time: its timeouts and loss probes.
 	Timers int `json:"timers,omitempty"`
 }
 
-// A Window is what became of the healthy messages that were sent while a fault lasted.
+// A Window describes the healthy messages that were sent during a fault.
 type Window struct {
 	Kind     Kind    `json:"kind"`
 	Seconds  float64 `json:"seconds"`
 	Messages int     `json:"messages"`
-	P99      float64 `json:"p99_ms"`           // from sending to the effect
-	Longest  float64 `json:"longest_ms"`       // of those with an effect
+	P99      float64 `json:"p99_ms"`           // 99th percentile of the time from sending to the effect
+	Longest  float64 `json:"longest_ms"`       // the longest time from sending to the effect, of messages with an effect
 	Count    int     `json:"count"`            // Fired.Count of the fault
 	Timers   int     `json:"timers,omitempty"` // Fired.Timers of the fault
 
-	// ErrorPercent is the share of calls for healthy messages that returned an error.
+	// ErrorPercent is the percentage of calls for healthy messages that returned an error.
 	ErrorPercent float64 `json:"error_percent"`
 
-	// TimerDecides says that the kernel's retransmission timer decides the p99, and not the
-	// consumer: the p99 is above the timer's 200 ms here and below it outside of all faults,
-	// and the timer fired for one message in a hundred.
+	// TimerDecides says that the kernel's retransmission timer causes the p99, not the
+	// consumer. Here the p99 is at least the timer's 200 ms, outside all faults it is
+	// below, and the timer fired at least once per 100 messages.
 	TimerDecides bool `json:"timer_decides,omitempty"`
 }
 
@@ -104,36 +105,38 @@ type Report struct {
 	Seed      uint64 `json:"seed"`
 	Published int    `json:"published"`
 	Kills     int    `json:"kills"`
-	Restarts  int    `json:"restarts"` // of consumers that were stopped in order
-	Fired     bool   `json:"fired"`    // every planned fault happened, in its order
+	Restarts  int    `json:"restarts"` // planned restarts of consumers
+	Fired     bool   `json:"fired"`    // every planned fault happened, in order
 
-	Lost                int     `json:"lost"`                 // healthy messages without an effect, poison without a dead letter
-	DuplicateDeliveries int     `json:"duplicate_deliveries"` // handlers that returned nil for a message a second time
+	// Lost counts healthy messages with neither an effect nor a dead letter, and poison
+	// without a dead letter.
+	Lost                int     `json:"lost"`
+	DuplicateDeliveries int     `json:"duplicate_deliveries"` // calls that returned nil for a message that already had such a call
 	DuplicateEffects    int     `json:"duplicate_effects"`
-	OutOfOrder          int     `json:"out_of_order"`         // effects after that of a later message of their key
-	HealthyDeadLetters  int     `json:"healthy_dead_letters"` // dead letters that are no poison
-	PoisonEffects       int     `json:"poison_effects"`       // effects of poison
-	Unknown             int     `json:"unknown"`              // effects and letters of messages that nobody published
+	OutOfOrder          int     `json:"out_of_order"`         // effects that came after the effect of a later message of the same key
+	HealthyDeadLetters  int     `json:"healthy_dead_letters"` // dead letters of healthy messages
+	PoisonEffects       int     `json:"poison_effects"`
+	Unknown             int     `json:"unknown"` // effects and dead letters of unpublished messages
 	Drained             bool    `json:"drained"`
-	DrainSeconds        float64 `json:"drain_seconds"` // from the last fault, or the end of publishing
-	P99                 float64 `json:"p99_ms"`        // from sending to the effect
-	ErrorPercent        float64 `json:"error_percent"` // calls for healthy messages that returned an error, of all that returned
+	DrainSeconds        float64 `json:"drain_seconds"` // from History.Healed to History.Drained
+	P99                 float64 `json:"p99_ms"`        // 99th percentile of the time from sending to the effect
+	ErrorPercent        float64 `json:"error_percent"` // percentage of calls that returned an error, without errors of poison
 
-	Windows []Window `json:"windows,omitempty"` // of the faults that last, if the schedule has gates
-	Missed  []string `json:"missed,omitempty"`  // gates, with the figure that missed each
+	Windows []Window `json:"windows,omitempty"` // one for each fault with a duration, if the schedule has gates
+	Missed  []string `json:"missed,omitempty"`  // missed gates, each with its figure
 
-	// First names the first message of each finding, for whoever looks into it.
+	// First names the first message of each kind of finding.
 	First []string `json:"first,omitempty"`
 }
 
-// OK tells whether no oracle found anything. Duplicate deliveries are none: a broker
+// OK reports whether no oracle found anything. A duplicate delivery is no finding: a broker
 // delivers at least once.
 func (r Report) OK() bool {
 	return r.Fired && r.Drained && r.Lost == 0 && r.DuplicateEffects == 0 && r.OutOfOrder == 0 && r.HealthyDeadLetters == 0 &&
 		r.PoisonEffects == 0 && r.Unknown == 0 && len(r.Missed) == 0
 }
 
-// Judge judges a history. It needs time and memory in proportion to it.
+// Judge judges a history. Time and memory are proportional to its size.
 func Judge(h History) Report {
 	r := Report{Seed: h.Schedule.Seed, Published: len(h.Published), Kills: h.Schedule.Count(Kill) + h.Schedule.Count(Down), Restarts: h.Schedule.Count(Restart)}
 	r.Fired = len(h.Fired) == len(h.Schedule.Faults)
@@ -195,10 +198,11 @@ func Judge(h History) Report {
 	return r
 }
 
-// A wait is when a message was sent, and how long after that it had its effect.
+// A wait is the time at which a message was sent, and the time from there to its effect.
 type wait struct{ from, long time.Duration }
 
-// percentiles are the 99th, and the longest, in milliseconds. It sorts the waits.
+// percentiles returns the 99th percentile and the longest wait, in milliseconds. It sorts
+// the waits.
 func percentiles(waits []wait) (p99, longest float64) {
 	if len(waits) == 0 {
 		return 0, 0
@@ -215,18 +219,18 @@ type judgement struct {
 	messages map[int]Message
 }
 
-// found counts a finding, and names the first of its kind.
+// found counts a finding. It adds the first of each kind to Report.First.
 func (j judgement) found(n *int, what string, id int) {
 	if *n++; *n == 1 {
 		j.report.First = append(j.report.First, fmt.Sprintf("%s: %d", what, id))
 	}
 }
 
-// windows holds each fault that lasted against the gates.
+// windows makes a Window for each fault with a duration, and compares it with the gates.
 func (j judgement) windows(h History, waits []wait) {
 	r, gates := j.report, h.Schedule.Gates
 	fired := h.Fired[:min(len(h.Fired), len(h.Schedule.Faults))]
-	quiet := slices.Clone(waits) // outside of all faults
+	quiet := slices.Clone(waits) // waits outside of all faults
 	for i, f := range fired {
 		over := f.At + h.Schedule.Faults[i].Lasts() + settling
 		quiet = slices.DeleteFunc(quiet, func(w wait) bool { return w.from >= f.At && w.from < over })
@@ -277,7 +281,7 @@ func (j judgement) windows(h History, waits []wait) {
 	}
 }
 
-// order counts effects that came after that of a later message of their key.
+// order counts effects that came after the effect of a later message of the same key.
 func (j judgement) order(h History) {
 	if h.Ordered == Competes {
 		return
@@ -307,13 +311,13 @@ func (j judgement) order(h History) {
 	}
 }
 
-// settling is how long after a fault messages may still wait for what it left behind.
+// settling is how long after a fault messages may still be slow because of it.
 const settling = 5 * time.Second
 
-// minRTO is how long Linux waits at least before it sends a packet again, in milliseconds.
+// minRTO is the shortest time in milliseconds after which Linux sends a packet again.
 const minRTO = 200
 
-// Text is the report for people, in Markdown.
+// Text returns the report for people, in Markdown.
 func (r Report) Text() string {
 	verdict := "nothing was lost"
 	if !r.OK() {

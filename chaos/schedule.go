@@ -12,32 +12,32 @@ import (
 	"time"
 )
 
-// A Kind of fault.
+// A Kind is a kind of fault.
 type Kind string
 
-// The kinds. The faults of the network are between the consumers and the broker, and hit all
-// consumers.
+// The kinds of faults. A fault of the network is between the consumers and the broker, and
+// affects all consumers.
 const (
-	Kill      Kind = "kill"      // the consumer's process gets SIGKILL, and another is started
-	Restart   Kind = "restart"   // it is stopped in order, and another is started
-	Down      Kind = "down"      // it gets SIGKILL, and another is started after For
-	Freeze    Kind = "freeze"    // it gets SIGSTOP, and SIGCONT after For
+	Kill      Kind = "kill"      // a consumer's process gets SIGKILL, and another is started
+	Restart   Kind = "restart"   // a consumer's process stops gracefully, and another is started
+	Down      Kind = "down"      // a consumer's process gets SIGKILL, and another is started after For
+	Freeze    Kind = "freeze"    // a consumer's process gets SIGSTOP, and SIGCONT after For
 	Outage    Kind = "outage"    // the dependency refuses connections for For
-	DiskFull  Kind = "disk-full" // for For the disk of the consumers has no room
-	Burn      Kind = "burn"      // for For as many processes compute as there are processors
-	Loss      Kind = "loss"      // for For the network loses Percent of the packets, each way
-	Delay     Kind = "delay"     // for For each read comes 100 ms late
-	Blackhole Kind = "blackhole" // for For it carries nothing, and no connection breaks
-	Reset     Kind = "reset"     // all its connections break
+	DiskFull  Kind = "disk-full" // the consumers' disk is full for For
+	Burn      Kind = "burn"      // all processors are busy for For: one process computes for each
+	Loss      Kind = "loss"      // the network loses Percent of the packets for For, each way
+	Delay     Kind = "delay"     // each read from the network is 100 ms late for For
+	Blackhole Kind = "blackhole" // the network carries nothing for For, and no connection breaks
+	Reset     Kind = "reset"     // all connections break
 
 	BrokerKill   Kind = "broker-kill"   // the broker gets SIGKILL, and is started again after For
-	BrokerFreeze Kind = "broker-freeze" // it gets SIGSTOP, and SIGCONT after For
+	BrokerFreeze Kind = "broker-freeze" // the broker gets SIGSTOP, and SIGCONT after For
 )
 
-// kinds are how long a fault of each kind may last, at least and at most, whether it happens
-// to one consumer, and whether a count must show that it happened.
+// kinds are the limits of each kind: the shortest and longest duration, whether the fault
+// hits one consumer, and whether a count must show that it happened.
 var kinds = map[Kind]struct {
-	least, most  int // milliseconds
+	least, most  int // limits of Fault.For, in milliseconds
 	one, counted bool
 }{
 	Kill: {one: true}, Restart: {one: true}, Down: {1, maxFor, true, false}, Freeze: {1, maxFor, true, false},
@@ -46,45 +46,45 @@ var kinds = map[Kind]struct {
 	BrokerKill: {1, maxFor, false, false}, BrokerFreeze: {1, maxFor, false, false},
 }
 
-// A Fault happens once the consumers have made After effects since the last one, so that
-// there is work to break whatever the machine's speed.
+// A Fault is one planned fault. It happens when the consumers have made After effects since
+// the previous fault. So there is work to break, whatever the machine's speed.
 type Fault struct {
 	Kind  Kind `json:"kind"`
-	After int  `json:"after"` // effects; 0 to 100000
+	After int  `json:"after"` // number of effects, 0 to 100000
 
-	// For is how long it lasts, in milliseconds; 1 to 600000, 0 for a Kill, a Restart or a
-	// Reset. A Loss, a Delay or a Blackhole goes on until it has hit something.
+	// For is the duration in milliseconds: 1 to 600000, or 0 for a Kill, a Restart or a
+	// Reset. A Loss, a Delay or a Blackhole lasts longer if it has not hit anything yet.
 	For int `json:"for_ms,omitempty"`
 
-	// Percent of the packets are lost; 1 to 99, 0 for other kinds than Loss.
+	// Percent is the percentage of lost packets: 1 to 99 for a Loss, 0 for other kinds.
 	Percent int `json:"percent,omitempty"`
 
-	// Consumer is which of the schedule's consumers it happens to, from 0; 0 for what happens
-	// to all.
+	// Consumer is the index of the consumer that the fault hits, from 0. It is 0 for a
+	// fault that hits all.
 	Consumer int `json:"consumer,omitempty"`
 }
 
-// Lasts is how long the fault lasts.
+// Lasts returns the duration of the fault.
 func (f Fault) Lasts() time.Duration { return time.Duration(f.For) * time.Millisecond }
 
-// A Schedule is what a run does, in its order.
+// A Schedule is the list of a run's faults, in order.
 type Schedule struct {
 	Seed   uint64  `json:"seed"`
 	Faults []Fault `json:"faults"`
 
-	// Consumers are how many run side by side, 1 to 64; unset means 1.
+	// Consumers is the number of consumers that run in parallel, 1 to 64; default 1.
 	Consumers int `json:"consumers,omitempty"`
 
-	// Gates are limits that Judge holds the run against; nil for none.
+	// Gates are limits that Judge compares with the run; nil for none.
 	Gates *Gates `json:"gates,omitempty"`
 }
 
-// Gates are limits for the messages that are sent during a Loss, a Burn or a Down. A wait is
-// from sending to the effect.
+// Gates are limits for messages that are sent during a Loss, a Burn or a Down. A wait is
+// the time from sending to the effect.
 type Gates struct {
-	P99          float64 `json:"p99_ms"`        // of a Loss and of a Burn: 99 % of the waits are shorter, in milliseconds
-	Longest      float64 `json:"longest_ms"`    // of a Down: every wait is shorter, in milliseconds
-	ErrorPercent float64 `json:"error_percent"` // of each of the three: the share of failed calls is smaller
+	P99          float64 `json:"p99_ms"`        // during a Loss or a Burn 99 % of the waits are shorter, in milliseconds
+	Longest      float64 `json:"longest_ms"`    // during a Down every wait is shorter, in milliseconds
+	ErrorPercent float64 `json:"error_percent"` // during each of the three the percentage of failed calls is smaller
 }
 
 const (
@@ -94,7 +94,7 @@ const (
 	maxConsumers = 64
 )
 
-// Validate reports everything that is wrong with a schedule at once.
+// Validate reports everything that is wrong with a schedule, all at once.
 func (s Schedule) Validate() error {
 	var all []error
 	if n := len(s.Faults); n < 1 || n > maxFaults {
@@ -138,9 +138,9 @@ func (s Schedule) Validate() error {
 	return errors.Join(all...)
 }
 
-// Crash draws a schedule of so many kills, each of one of the consumers. Each comes after 0
-// to most effects; an outage of up to a second stands in front of one in four, a freeze in
-// front of one in sixteen, and the kill then comes in its middle.
+// Crash returns a random schedule of kills, each of one random consumer. Each kill comes
+// after 0 to most effects. One in four comes in the middle of an outage of up to a second,
+// and one in sixteen in the middle of a freeze.
 func Crash(seed uint64, consumers, kills, most int) Schedule {
 	random := rand.New(rand.NewPCG(seed, 1))
 	s := Schedule{Seed: seed, Consumers: consumers}
@@ -157,9 +157,9 @@ func Crash(seed uint64, consumers, kills, most int) Schedule {
 	return s
 }
 
-// Rolling draws a schedule in which so many consumers are restarted one after the other, in
-// so many rounds. Each restart comes after 0 to most effects; an outage of up to a second
-// stands in front of one in three, and the restart then comes in its middle.
+// Rolling returns a random schedule in which all consumers are restarted one after the
+// other, in a number of rounds. Each restart comes after 0 to most effects. One in three
+// comes in the middle of an outage of up to a second.
 func Rolling(seed uint64, consumers, rounds, most int) Schedule {
 	random := rand.New(rand.NewPCG(seed, 2))
 	s := Schedule{Seed: seed, Consumers: consumers}
@@ -174,9 +174,9 @@ func Rolling(seed uint64, consumers, rounds, most int) Schedule {
 	return s
 }
 
-// Network draws a schedule of so many faults of the network: a loss of 5 to 35 %, a delay, a
-// blackhole, each of one to two seconds, or a reset. Each comes after 1 to most effects. A
-// kill of one of the consumers follows one in four, and then comes in its middle.
+// Network returns a random schedule of faults of the network: in turn a loss of 5 to 35 %,
+// a delay, a blackhole, each of one to two seconds, and a reset. Each comes after 1 to most
+// effects. In the middle of one in four, a random consumer is killed.
 func Network(seed uint64, consumers, faults, most int) Schedule {
 	random := rand.New(rand.NewPCG(seed, 3))
 	s := Schedule{Seed: seed, Consumers: consumers}
@@ -196,9 +196,9 @@ func Network(seed uint64, consumers, faults, most int) Schedule {
 	return s
 }
 
-// Broker draws a schedule of so many faults of the broker, by turns a kill, after which it is
-// away for up to three seconds, and a freeze of up to fifteen. Each comes after 1 to most
-// effects. A kill of one of the consumers follows one in four, and then comes in its middle.
+// Broker returns a random schedule of faults of the broker: in turn a kill, after which the
+// broker is away for up to three seconds, and a freeze of up to fifteen seconds. Each comes
+// after 1 to most effects. In the middle of one in four, a random consumer is killed.
 func Broker(seed uint64, consumers, faults, most int) Schedule {
 	random := rand.New(rand.NewPCG(seed, 4))
 	s := Schedule{Seed: seed, Consumers: consumers}
@@ -215,10 +215,10 @@ func Broker(seed uint64, consumers, faults, most int) Schedule {
 	return s
 }
 
-// Disk draws a schedule in which the consumers' disk is full so many times, for one to four
-// seconds. Each comes after 1 to most effects. By turns an outage begins in its middle, one of
-// the consumers is killed in its middle, both, and neither. With both, the kill comes in the
-// middle of the outage, while the disk is still full.
+// Disk returns a random schedule in which the consumers' disk is full a number of times,
+// for one to four seconds. Each comes after 1 to most effects. In the middle of each comes,
+// in turn, an outage, the kill of a random consumer, both, and neither. If both, the kill
+// comes in the middle of the outage, while the disk is still full.
 func Disk(seed uint64, consumers, faults, most int) Schedule {
 	random := rand.New(rand.NewPCG(seed, 5))
 	s := Schedule{Seed: seed, Consumers: consumers}
@@ -226,9 +226,9 @@ func Disk(seed uint64, consumers, faults, most int) Schedule {
 		full := 1000 + random.IntN(3000)
 		s.Faults = append(s.Faults, Fault{Kind: DiskFull, After: 1 + random.IntN(most), For: full})
 		switch i % 4 {
-		case 0: // it may end after the full disk
+		case 0: // the outage may end after the disk has room again
 			s.Faults = append(s.Faults, Fault{Kind: Outage, For: 100 + random.IntN(full)})
-		case 2: // its middle comes before that
+		case 2: // the middle of the outage comes while the disk is full
 			s.Faults = append(s.Faults, Fault{Kind: Outage, For: 100 + random.IntN(full/2)})
 		}
 		if i%4 == 1 || i%4 == 2 {
@@ -238,9 +238,10 @@ func Disk(seed uint64, consumers, faults, most int) Schedule {
 	return s
 }
 
-// Stages is a schedule of three stages, with quiet effects before each: the network loses
-// 5 % of the packets, then the first consumer is down, then the processors burn. The gates: a
-// p99 of 350 ms; a longest wait of 20 s, or of half of down if that is less; 0.02 % of errors.
+// Stages returns a schedule of three stages, with quiet effects before each: the network
+// loses 5 % of the packets, then the first consumer is down, then the processors burn. The
+// gates are a p99 of 350 ms; a longest wait of 20 s, or of half of down if that is less;
+// and 0.02 % of errors.
 func Stages(seed uint64, consumers, quiet int, loss, down, burn time.Duration) Schedule {
 	return Schedule{
 		Seed: seed, Consumers: consumers, Gates: &Gates{P99: 350, Longest: min(20_000, float64(down.Milliseconds())/2), ErrorPercent: 0.02},
@@ -252,7 +253,7 @@ func Stages(seed uint64, consumers, quiet int, loss, down, burn time.Duration) S
 	}
 }
 
-// Count is how many faults of a kind are planned.
+// Count returns the number of planned faults of a kind.
 func (s Schedule) Count(k Kind) (n int) {
 	for _, f := range s.Faults {
 		if f.Kind == k {

@@ -9,25 +9,25 @@ import (
 	"time"
 )
 
-// An Entry of the audit is one order, carried out or not, or a refused request.
+// An Entry is one entry of the audit: an order, carried out or not, or a refused request.
 type Entry struct {
 	At      time.Time `json:"at"`
-	Who     string    `json:"who"`   // the token's name and the address
-	Order   string    `json:"order"` // of a refused request, its method and path
+	Who     string    `json:"who"`   // the token's name, and the client's address
+	Order   string    `json:"order"` // the order, or the method and path of a refused request
 	Why     string    `json:"why,omitempty"`
-	Results []Result  `json:"results,omitempty"` // the first 100
-	Fleet   string    `json:"fleet,omitempty"`   // of an order to other processes: what became of it
+	Results []Result  `json:"results,omitempty"` // at most the first 100
+	Fleet   string    `json:"fleet,omitempty"`   // the outcome in other processes, for an order to the fleet
 	Error   string    `json:"error,omitempty"`   // why nothing was done
 }
 
 const (
 	mostEntries = 1000
-	mostRefused = 100 // others decide how many there are
-	mostResults = 100 // of one entry
+	mostRefused = 100 // clients decide how many there are
+	mostResults = 100 // results of one entry
 )
 
-// audit is the last entries of this process. Refused requests have room of their own, so
-// that a flood of them leaves the orders alone.
+// audit holds the latest entries of this process. Refused requests have a list of their
+// own, so that many of them do not displace orders.
 type audit struct {
 	mu      sync.Mutex
 	orders  []Entry // oldest first
@@ -37,7 +37,7 @@ type audit struct {
 func (a *audit) order(e Entry) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	e.Results = slices.Clone(e.Results[:min(len(e.Results), mostResults)]) // and no more of a long one
+	e.Results = slices.Clone(e.Results[:min(len(e.Results), mostResults)]) // a copy, so that a long list is not kept
 	a.orders = push(a.orders, e, mostEntries)
 }
 
@@ -54,7 +54,7 @@ func push(all []Entry, e Entry, most int) []Entry {
 	return append(all, e)
 }
 
-// entries are both, oldest first.
+// entries returns orders and refused requests, oldest first.
 func (a *audit) entries() []Entry {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -9,20 +9,21 @@ import (
 	"time"
 )
 
-// A Cause is the dead letters of one error: the same type, place and text without ids.
+// A Cause is a group of dead letters with one error: the same type, place and text without
+// ids.
 type Cause struct {
-	Cause   string    `json:"cause"`   // as a rule of the quarantine names it; empty if the letters have none
+	Cause   string    `json:"cause"`   // the cause's id in a rule of the quarantine; empty if the dead letters have no cause
 	Title   string    `json:"title"`   // the error
-	Class   string    `json:"class"`   // whose fault it is: dependency, message or unknown; no rule matches the first
+	Class   string    `json:"class"`   // whose fault the error is: dependency, message or unknown; no rule matches class dependency
 	Count   int       `json:"count"`   // dead letters
-	Reasons []string  `json:"reasons"` // why they are dead letters, by name
-	Sources []string  `json:"sources"` // where they came from, by name
+	Reasons []string  `json:"reasons"` // reasons of the dead letters, sorted
+	Sources []string  `json:"sources"` // sources of the dead letters, sorted
 	First   time.Time `json:"first"`
 	Last    time.Time `json:"last"`
 }
 
-// causes are those of the dead letters from then on, the most frequent first. An event that
-// began earlier counts whole.
+// causes returns the causes of dead letters since then, the most frequent first. An event
+// that began before then counts in full.
 func (e *events) causes(then time.Time) []Cause {
 	all := make(map[string]*Cause)
 	e.mu.Lock()

@@ -20,34 +20,36 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/operator"
 )
 
-// Config is what a Console may be told. The zero value serves loopback only.
+// Config holds the settings of a Console. The zero value serves loopback only.
 type Config struct {
-	// Process is the name that answers have. The host's name if empty.
+	// Process is the name of the process in answers; default the host's name.
 	Process string
 
-	// Tokens admit operators. Without one only requests over loopback are served.
+	// Tokens are the tokens of operators. Without any only requests over loopback are
+	// served.
 	Tokens []Token
 
-	// Fleet carries orders to the consoles of other processes, and answers below fleet/ as
-	// fleet.Process.Handler does: fleet.Process.Orders. nil means that there is no fleet.
+	// Fleet carries orders to the consoles of other processes. It is fleet.Process.Orders,
+	// or nil without a fleet. Requests below fleet/ are answered as by
+	// fleet.Process.Handler.
 	Fleet operator.Carrier
 
-	// Logger gets a line for each order, done at INFO and refused at WARN. The guards'
-	// if nil.
+	// Logger gets a line for each order: at INFO if it is carried out, at WARN if it is
+	// refused. Default: the logger of the first guard.
 	Logger *slog.Logger
 }
 
 // A Token admits an operator: the request carries "Authorization: Bearer SECRET".
 type Token struct {
-	// Name says whose token it is, in logs and in the audit. Up to 32 bytes count.
+	// Name is the token's owner, in logs and in the audit. Up to 32 bytes count.
 	Name string
 
 	// Secret has at least 16 bytes.
 	Secret string
 }
 
-// A Console answers operators about the guards of one process. It is an http.Handler,
-// safe for concurrent use. It owns a goroutine, with a fleet two, which Close ends.
+// A Console answers operators about the guards of one process. It is an http.Handler, safe
+// for concurrent use. It owns one goroutine, or two with a fleet; Close ends them.
 type Console struct {
 	process string
 	guards  []*guard.Guard
@@ -56,11 +58,11 @@ type Console struct {
 	events  events
 	unwatch []func()
 	handler http.Handler
-	fleet   *follower // nil without one
+	fleet   *follower // nil without a fleet
 
 	history  history
 	watchers atomic.Int64
-	closed   <-chan struct{} // by end
+	closed   <-chan struct{} // closed by end
 	end      context.CancelFunc
 	done     sync.WaitGroup
 }
@@ -70,7 +72,7 @@ const (
 	maxBody     = 1 << 20
 )
 
-// New makes the console of one or more guards. The error joins everything that is wrong.
+// New makes the console of one or more guards. The error joins all problems.
 func New(cfg Config, guards ...*guard.Guard) (*Console, error) {
 	var all []error
 	if len(guards) == 0 {
@@ -120,8 +122,9 @@ func New(cfg Config, guards ...*guard.Guard) (*Console, error) {
 	return c, nil
 }
 
-// Close ends what watches the guards and follows the fleet's orders: call it before the
-// guards are closed. What was ordered stays until its time. Requests to watch end with it.
+// Close stops watching the guards and following the fleet's orders. Call it before you
+// close the guards. Pauses and forced breakers stay until their time. Requests to watch
+// end.
 func (c *Console) Close() {
 	c.end()
 	c.done.Wait()
@@ -186,9 +189,9 @@ func (c *Console) routes(fleet operator.Carrier) *http.ServeMux {
 	return mux
 }
 
-// order carries one order out, and writes down what became of it.
+// order carries out one order and writes the audit.
 func (c *Console) order(w http.ResponseWriter, r *http.Request) {
-	at := time.Now().UTC() // what it does comes after it in the timeline
+	at := time.Now().UTC() // taken first: in the timeline the order comes before its effects
 	who, _ := operator.From(r.Context())
 	o, err := readOrder(json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody)))
 	out := Outcome{}
@@ -240,7 +243,7 @@ func (c *Console) order(w http.ResponseWriter, r *http.Request) {
 	operator.Answer(w, http.StatusOK, out)
 }
 
-// clip bounds a text in the log and the audit: an order may name a thousand sources.
+// clip shortens a text for the log and the audit: an order may name a thousand sources.
 func clip(s string) string { return clipTo(s, 1024) }
 
 func clipTo(s string, most int) string {

@@ -12,23 +12,24 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// An Event is a line of an incident: a breaker or a storm that began or ended, dead letters
-// of one cause, or an order.
+// An Event is one line in the timeline of an incident: a breaker or storm began or ended,
+// dead letters of one cause, or an order.
 type Event struct {
 	At   time.Time `json:"at"`
 	Kind string    `json:"kind"` // one of the constants below
-	// Subject is the breaker's scope, the source, or who gave the order.
+	// Subject is the breaker's scope, the source, or the person who gave the order.
 	Subject string  `json:"subject"`
 	Detail  string  `json:"detail,omitempty"`
-	Lasted  float64 `json:"lasted_seconds,omitempty"` // of what ended
+	Lasted  float64 `json:"lasted_seconds,omitempty"` // how long the ended breaker state or storm lasted
 
-	// Of dead letters: how many, until when, and their cause.
+	// Count is the number of dead letters, Until the time of the latest, and Cause their
+	// cause. All are empty for other events.
 	Count int       `json:"count,omitempty"`
 	Until time.Time `json:"until,omitzero"`
 	Cause string    `json:"cause,omitempty"`
 
-	reason, title string // what Detail joins
-	class         string // of the last error
+	reason, title string // the two parts of Detail
+	class         string // class of the event's first error
 }
 
 // The kinds of events.
@@ -44,14 +45,14 @@ const (
 
 const (
 	mostEvents = 10_000
-	// Dead letters of one source, reason and cause are one event, as long as no more than
-	// this is between two.
+	// joinDead is the longest gap between two dead letters of one event. An event's dead
+	// letters have the same source, reason and cause.
 	joinDead = time.Minute
-	// joinFor is the longest that one event goes on.
+	// joinFor is the longest duration of one event.
 	joinFor = time.Hour
 )
 
-// events are the last that happened in this process.
+// events holds the latest events of this process.
 type events struct {
 	mu  sync.Mutex
 	all []*Event
@@ -65,7 +66,7 @@ func (e *events) add(ev *Event) {
 	e.all = append(e.all, ev)
 }
 
-// watcher is what a guard tells.
+// watcher returns the functions that a guard calls.
 func (e *events) watcher() guard.Watcher {
 	return guard.Watcher{StateChange: e.stateChange, DeadLetter: e.deadLetter}
 }
@@ -107,8 +108,8 @@ func (e *events) deadLetter(d guard.DeadLetter) {
 	e.add(&Event{At: now, Kind: EventDead, Subject: d.Source, Detail: detail, Count: 1, Until: now, Cause: cause, reason: reason, title: title, class: d.Class.String()})
 }
 
-// since are the events from then on, and the orders of the audit, oldest first; an order
-// comes before what it did.
+// since returns the events since then, with the orders of the audit, oldest first. An order
+// comes before its effects.
 func (c *Console) since(then time.Time) []Event {
 	all := []Event{}
 	for _, e := range c.audit.entries() {

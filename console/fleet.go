@@ -19,72 +19,75 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/operator"
 )
 
-// follower carries the fleet's orders out in this process. Its goroutine looks whenever
-// the carrier has news, and while orders are in force each followEvery, for sources that
-// begin meanwhile: a partition that comes here in a rebalance is paused as the order says.
+// follower carries out the fleet's orders in this process. Its goroutine looks when the
+// carrier has news, and each followEvery. So it also finds sources that begin while an
+// order is in force: a partition that comes here in a rebalance is paused as the order
+// says.
 type follower struct {
 	c       *Console
 	carrier operator.Carrier
 	wake    chan struct{}
-	began   time.Time // an order to be carried out once is not for a process that began later
+	began   time.Time // the process's start: one-time orders from before it are not carried out
 	cancel  context.CancelFunc
 	done    sync.WaitGroup
 
-	given sync.Map // ids of the orders that were given here: their audit has who
+	given sync.Map // ids of the orders that were given here; order writes their audit entry
 
-	mu     sync.Mutex // held while orders are carried out, the fleet's or one of this process
-	locals []local    // the latest last
+	mu     sync.Mutex // held while an order of the fleet or of this process is carried out
+	locals []local    // orders of this process alone, the latest last
 
-	// Of the goroutine alone.
-	applied map[guard.Control]*[kinds]string // the order that decided last, by kind
-	known   map[string]*known                // orders by id
+	// applied and known are used by the goroutine only.
+	applied map[guard.Control]*[kinds]string // ids of the latest applied orders, by kind
+	known   map[string]*known                // the fleet's orders by id
 }
 
-// known is one of the fleet's orders, as this process heard it. Once it is over it stays so,
-// whatever is done to the wall clock.
+// known is one of the fleet's orders, as this process heard it. Once it is over it stays
+// over, even if the wall clock is set.
 type known struct {
 	carriedOrder
 
-	err      error // what is wrong with it
+	err      error // why the order cannot be read
 	heard    time.Time
-	seen     time.Time // in force, last
-	ends     time.Time // by the monotonic clock
+	seen     time.Time // when the order was last in the carrier's list
+	ends     time.Time // end by the monotonic clock
 	answered bool
 }
 
 const (
 	followEvery = 250 * time.Millisecond
-	answerFor   = 5 * time.Second // how long an operator waits for the answers of processes that are heard
+	answerFor   = 5 * time.Second // how long give waits for the answers of reachable processes
 
-	// mostAnswer is how many bytes of an error an answer has: a fleet carries some 250 of
-	// an answer, and not the rest.
+	// mostAnswer is the largest length in bytes of an error in an answer. A fleet carries
+	// about 250 bytes of a whole answer.
 	mostAnswer = 96
 
-	// onceFor is how long an order counts that does not last.
+	// onceFor is how long a one-time order counts.
 	onceFor = time.Minute
 
-	// knownFor is how long an order about a pause or a force is known: an hour longer than any
-	// order before it may last. So what it overrules does not come back.
+	// knownFor is how long an order about a pause or a force is known. It is an hour longer
+	// than any earlier order may last, so that an overruled order never comes back.
 	knownFor = mostFor + time.Hour
 
-	// forgetAfter is how long an order is remembered after it was last in force.
+	// forgetAfter is how long an order is remembered after the carrier last listed it.
 	forgetAfter = 2 * time.Hour
 
-	// ruleFor is how long a rule of the quarantine is waited for, which travels by itself.
+	// ruleFor is how long a process waits for a change of the quarantine, which travels
+	// with the fleet's list.
 	ruleFor = 3 * time.Second
 )
 
-// Of the orders of one kind the last one decides. Others are carried out each, once.
+// The kinds of orders. Of all orders about pauses, or about forces, the latest decides.
+// Other orders are each carried out once.
 const (
 	kindPause = iota
 	kindForce
 	kindOnce
 )
 
-// kinds are those of which the last one decides.
+// kinds is the number of kinds of which the latest order decides.
 const kinds = kindOnce
 
-// undoes is what ends an order of a kind.
+// undoes holds the action that ends an order, by kind.
 var undoes = [kinds]string{kindPause: Resume, kindForce: Release}
 
 func kindOf(action string) int {
@@ -135,8 +138,8 @@ func wake(c chan struct{}) {
 	}
 }
 
-// standing is an order in force that is for this process. A pause or a forced breaker is over
-// at until; it may be carried for longer, until ends.
+// standing is an order in force for this process. A pause or a forced breaker is over at
+// until. The carrier may keep the order for longer, until ends.
 type standing struct {
 	*known
 
@@ -144,7 +147,7 @@ type standing struct {
 	until time.Time
 }
 
-// age is how long ago the order was given.
+// age returns the time since the order was given.
 func (o standing) age() time.Duration {
 	lasts := onceFor
 	if o.For > 0 {
@@ -153,28 +156,29 @@ func (o standing) age() time.Duration {
 	return lasts - time.Until(o.until)
 }
 
-// carriedOrder is an order as the fleet carries it: Over longer than it lasts, see knownFor.
+// carriedOrder is an order as the fleet carries it. It is carried for Over longer than it
+// lasts, see knownFor.
 type carriedOrder struct {
 	Order
 
 	Over Duration `json:"over,omitempty"`
 }
 
-// local is an order of this process alone. The fleet's orders before it do not come back with a
-// source that it was about, when that begins anew: those that were known, and those that are heard
-// later and were given a minute before it.
+// local is an order of this process alone. It overrules earlier orders of the fleet about
+// its sources, even if such a source ends and begins again. Earlier orders are those that
+// were known when it was given, and those that were given over a minute before it.
 type local struct {
 	kind      int
 	at        time.Time
-	overrules map[string]bool // orders by id
-	sources   map[string]bool // by name
-	breakers  map[string]bool // likewise, of an order about those
+	overrules map[string]bool // ids of the overruled orders
+	sources   map[string]bool // names of the order's sources
+	breakers  map[string]bool // names of their breakers, for an order about breakers
 }
 
-// mostLocals bounds what is known of them; the oldest are forgotten first.
+// mostLocals limits the number of remembered local orders; the oldest are forgotten first.
 const mostLocals = 256
 
-// alone carries out an order in this process alone.
+// alone carries out an order in this process only.
 func (f *follower) alone(o Order) (Outcome, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -200,8 +204,8 @@ func (f *follower) alone(o Order) (Outcome, error) {
 	return out, nil
 }
 
-// overruledLocked tells whether an order of this process about a source came after one of the
-// fleet's.
+// overruledLocked reports whether a local order about a source overrules an order of the
+// fleet.
 func (f *follower) overruledLocked(s control, kind int, o *standing) bool {
 	given := time.Now().Add(-o.age())
 	return slices.ContainsFunc(f.locals, func(l local) bool {
@@ -209,7 +213,8 @@ func (f *follower) overruledLocked(s control, kind int, o *standing) bool {
 	})
 }
 
-// forgetLocked drops orders that no clock brings back, and what overrules nothing any more.
+// forgetLocked drops orders that cannot come back, and local orders that overrule nothing
+// any more.
 func (f *follower) forgetLocked(now time.Time) {
 	maps.DeleteFunc(f.known, func(id string, k *known) bool {
 		forget := now.Sub(k.seen) > forgetAfter
@@ -221,7 +226,7 @@ func (f *follower) forgetLocked(now time.Time) {
 	f.locals = slices.DeleteFunc(f.locals, func(l local) bool { return now.Sub(l.at) > knownFor })
 }
 
-// look carries out what is in force and has not been.
+// look carries out the orders that are in force and not yet carried out.
 func (f *follower) look() {
 	heeded := f.heeded()
 	f.mu.Lock()
@@ -231,19 +236,19 @@ func (f *follower) look() {
 	for _, o := range unreadable {
 		answers[o.id] = &Answer{Error: o.err.Error()}
 	}
-	var due []standing // carried out once
+	var due []standing // one-time orders
 	for _, o := range orders {
 		if o.answered {
 			continue
 		}
 		switch o.Action {
 		case Credits, DeadLetter:
-			if _, before := f.carrier.Answers(o.id)[f.name()]; before { // by an earlier run of this process
+			if _, before := f.carrier.Answers(o.id)[f.name()]; before { // an earlier run of this process has answered
 				o.answered = true
 				continue
 			}
-			// An earlier run may have, and its answer be on the way. Ages are compared, for the
-			// wall clock may have been set since.
+			// An earlier run may have carried out the order, with its answer still on the
+			// way. Ages are compared, since the wall clock may have been set.
 			if o.age() > time.Since(f.began) {
 				answers[o.id], o.answered = &Answer{Error: errBeganLater.Error()}, true
 				continue
@@ -291,8 +296,8 @@ func (f *follower) look() {
 	}
 }
 
-// heeded tells of each change of the quarantine that is not answered what is wrong, if it is not in
-// force here. It asks before the lock is taken: a list may be the program's own.
+// heeded returns, for each unanswered change of the quarantine, an error if it is not in
+// force here. It runs before the lock is taken, because a list may be the program's own.
 func (f *follower) heeded() map[string]error {
 	all := make(map[string]error)
 	for id, k := range f.known {
@@ -303,12 +308,12 @@ func (f *follower) heeded() map[string]error {
 	return all
 }
 
-// ruleAnswer is the answer to a change of the quarantine, nil while there is none.
+// ruleAnswer returns the answer to a change of the quarantine, or nil if there is none yet.
 func (f *follower) ruleAnswer(o standing, heeded map[string]error) *Answer {
 	err, asked := heeded[o.id]
 	switch {
 	case !asked:
-		wake(f.wake) // it has just been heard
+		wake(f.wake) // the order is new: look again
 		return nil
 	case err == nil:
 		return new(Answer)
@@ -319,18 +324,17 @@ func (f *follower) ruleAnswer(o standing, heeded map[string]error) *Answer {
 	return &Answer{Error: err.Error()}
 }
 
-// errBeganLater is the answer to an order that is carried out once, and was given before
-// this process began.
+// errBeganLater is the answer to a one-time order that was given before this process began.
 var errBeganLater = errors.New("the process began after the order, and leaves it: give it again")
 
-// heard writes down an order that came from another process.
+// heard logs an order that came from another process, and adds it to the audit.
 func (f *follower) heard(o Order, results []Result) {
 	f.c.log.Info("console: an order of the fleet was carried out", "order", clip(o.String()), "sources", len(results))
 	f.c.audit.order(Entry{At: time.Now().UTC(), Who: byFleet, Order: clip(o.String()), Results: results})
 }
 
-// byFleet is who gave an order that came from another process; the fleet's journal has the
-// person.
+// byFleet is the person in the audit for an order from another process. The fleet's journal
+// has the real name.
 const byFleet = "the fleet"
 
 func (f *follower) name() string {
@@ -338,11 +342,11 @@ func (f *follower) name() string {
 	return name
 }
 
-// inForceLocked are the orders for this process, in their sequence, and those that it cannot
-// read and has not answered: they are of another version.
+// inForceLocked returns the orders for this process, in sequence. unreadable are unanswered
+// orders that it cannot read, since they come from another version.
 func (f *follower) inForceLocked() (orders, unreadable []standing) {
 	now := time.Now()
-	var earlier [kinds]bool // there is an order of the kind
+	var earlier [kinds]bool // an earlier order of the kind is in force
 	for _, c := range f.carrier.InForce() {
 		k := f.known[c.ID]
 		if k == nil {
@@ -353,7 +357,7 @@ func (f *follower) inForceLocked() (orders, unreadable []standing) {
 		k.seen = now
 		over := time.Duration(k.Over)
 		if ends := now.Add(c.Until.Sub(now)); k.ends.Add(-over).After(now) && ends.Add(-over).After(now) {
-			k.ends = ends // the fleet's time may have been put right
+			k.ends = ends // the fleet's time may have been corrected
 		}
 		o := standing{k, c.ID, k.ends.Add(-over)}
 		kind := kindOf(k.Action)
@@ -368,7 +372,7 @@ func (f *follower) inForceLocked() (orders, unreadable []standing) {
 			if !k.answered {
 				orders = append(orders, o)
 			}
-		case earlier[kind] || !k.answered || now.Before(o.until): // otherwise it is over, and overrules nothing
+		case earlier[kind] || !k.answered || now.Before(o.until): // otherwise the order is over, and overrules nothing
 			earlier[kind] = true
 			orders = append(orders, o)
 		}
@@ -387,7 +391,7 @@ func within(in, zone string) bool {
 	return !ok || name == zone
 }
 
-// settleLocked brings one source to what the last orders about it say.
+// settleLocked applies the latest orders about one source to it.
 func (f *follower) settleLocked(s control, orders []standing, answers map[string]*Answer, results map[string][]Result) {
 	now := time.Now()
 	var last [kinds]*standing
@@ -417,7 +421,7 @@ func (f *follower) settleLocked(s control, orders []standing, answers map[string
 			continue
 		}
 		rest := o.Order
-		if o.For > 0 && !now.Before(o.until) { // what it has overruled may be in force here
+		if o.For > 0 && !now.Before(o.until) { // the order is over, but an order that it overruled may be in force here
 			rest.For, rest.Action = 0, undoes[kind]
 		}
 		if rest.For == 0 && f.nothingToUndo(s, kind, o, lasting[kind]) {
@@ -434,12 +438,13 @@ func (f *follower) settleLocked(s control, orders []standing, answers map[string
 	}
 }
 
-// nothingToUndo tells whether an order that ends another has nothing to end at a source, so that it
-// would end what came later. lasting is how many pauses or forces of the fleet last there.
+// nothingToUndo reports whether an order that ends others has nothing to end at a source.
+// It would then end a later pause or force. lasting is the number of the fleet's pauses or
+// forces in force there.
 func (f *follower) nothingToUndo(s control, kind int, o *standing, lasting int) bool {
-	younger := o.answered || o.age() > time.Since(f.began) // the source, or the process
-	own := younger && lasting == 0                         // what is in force there is the process's own
-	if kind == kindForce {                                 // a breaker that is open by itself has tripped since
+	younger := o.answered || o.age() > time.Since(f.began) // the source or the process is younger than the order
+	own := younger && lasting == 0                         // a pause or force in force is the process's own
+	if kind == kindForce {                                 // an unforced open breaker has tripped since the order
 		return own || (younger || o.age() > onceFor) && !s.State().Breaker.Forced
 	}
 	return own
@@ -457,7 +462,8 @@ func (a *Answer) fails(r Result) {
 	}
 }
 
-// until is how long an order is known, and how much longer that is than it lasts.
+// until returns the time until which an order is carried, and by how much that exceeds its
+// duration.
 func until(o Order) (last time.Time, over time.Duration) {
 	lasts := onceFor
 	if o.For > 0 {
@@ -469,15 +475,15 @@ func until(o Order) (last time.Time, over time.Duration) {
 	return time.Now().Add(lasts + over), over
 }
 
-// give puts an order up for the processes that it is for, and waits for their answers,
-// five seconds at most.
+// give sends an order to the processes that it is for, and waits for their answers, five
+// seconds at most.
 func (f *follower) give(ctx context.Context, o Order, who string) (Outcome, error) {
 	out := Outcome{Process: f.c.process, Results: []Result{}}
-	waits := make(map[string]bool) // the processes, and whether they are heard
+	waits := make(map[string]bool) // names of the processes, and whether they are reachable
 	known := false
 	for _, m := range f.carrier.Members() {
 		in := within(o.In, m.Zone)
-		if known = known || in; in || m.Zone == "" && !m.Heard { // that one may be in the zone
+		if known = known || in; in || m.Zone == "" && !m.Heard { // a silent process of unknown zone may be in the zone
 			waits[m.Name] = m.Heard
 		}
 	}
@@ -492,7 +498,7 @@ func (f *follower) give(ctx context.Context, o Order, who string) (Outcome, erro
 	}
 	last, over := until(o)
 	carried := carriedOrder{o, Duration(over)}
-	carried.Why = "" // that is the journal's
+	carried.Why = "" // the fleet's journal has the reason
 	text, err := json.Marshal(carried)
 	if err != nil {
 		return out, err

@@ -14,17 +14,17 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// A History is what held each source lately, one cell a minute, for a heat map.
+// A History says why each source was held lately: one cell a minute, for a heat map.
 type History struct {
-	Every float64 `json:"every_seconds"` // of a cell
-	// Now is the time of the last cell. Each row ends there.
+	Every float64 `json:"every_seconds"` // length of a cell, in seconds
+	// Now is the time of the last cell, at which each row ends.
 	Now  time.Time    `json:"now"`
-	Rows []HistoryRow `json:"rows"` // by name
+	Rows []HistoryRow `json:"rows"` // sorted by name
 }
 
-// A HistoryRow is one source, or those of one name. A cell is the strongest reason that held it in that minute:
-// r running, p backpressure, l limiter, o operator, b breaker, s storm, d dlq; a space if the
-// source was not open.
+// A HistoryRow is the history of one source, or of all sources of one name. A cell is the
+// strongest reason to hold them in that minute: r running, p backpressure, l limiter, o
+// operator, b breaker, s storm, d dlq; or a space if the source was not open.
 type HistoryRow struct {
 	Source string `json:"source"`
 	Cells  string `json:"cells"`
@@ -33,19 +33,19 @@ type HistoryRow struct {
 const (
 	historyEvery = time.Minute
 	historySpan  = 6 * time.Hour
-	sampleEvery  = 5 * time.Second // a storm that is shorter may leave no mark
-	mostRows     = 5000            // sources that end leave rows for historySpan
+	sampleEvery  = 5 * time.Second // a shorter storm may leave no mark
+	mostRows     = 5000            // limits memory: rows of ended sources stay for historySpan
 	columns      = int(historySpan / historyEvery)
 )
 
-// cells in the order of their strength; the weakest is no cell.
+// cells lists the cells by strength, the weakest first; a space is an empty cell.
 const cells = " rplobsd"
 
-// history samples the sources, on the goroutine of [Console].
+// history samples the sources, on a goroutine of [Console].
 type history struct {
 	mu   sync.Mutex
 	last int64             // the number of the newest column
-	rows map[string][]byte // columns cells each, as a ring: column n is at n % columns
+	rows map[string][]byte // each row is a ring of columns cells: column n is at n % columns
 }
 
 // run samples until ctx ends.
@@ -82,15 +82,15 @@ func (h *history) sample(now time.Time, all []guard.State) {
 	}
 }
 
-// moveTo makes the column n the newest: those in between are empty, and so are those that
-// had their places before. A row that is empty goes.
+// moveTo makes column n the newest. It clears the columns between the old newest and n,
+// which reuse the places of old columns. It deletes rows that are then empty.
 func (h *history) moveTo(n int64) {
 	if h.rows == nil {
 		h.rows = make(map[string][]byte)
 		h.last = n
 	}
 	for ; h.last < n; h.last++ {
-		if n-h.last > int64(columns) { // all are empty
+		if n-h.last > int64(columns) { // no old column remains
 			clear(h.rows)
 			h.last = n
 			return
@@ -125,7 +125,7 @@ func cell(s guard.State) byte {
 			c = 's'
 		case guard.ReasonDLQ:
 			c = 'd'
-		default: // it ends
+		default: // the source ends
 		}
 		if strings.IndexByte(cells, c) > strings.IndexByte(cells, strongest) {
 			strongest = c
@@ -134,7 +134,7 @@ func cell(s guard.State) byte {
 	return strongest
 }
 
-// view is the history until now.
+// view returns the history up to now.
 func (h *history) view(now time.Time) History {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -15,60 +15,62 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// What an operator can do.
+// The actions of an operator.
 const (
 	Pause      = "pause"      // hold the source for Order.For
 	Resume     = "resume"     // end a pause
 	Open       = "open"       // force the breaker open for Order.For
-	Close      = "close"      // close the breaker; it judges anew from now on
-	Release    = "release"    // end a force: the breaker probes
+	Close      = "close"      // close the breaker; it judges only later calls
+	Release    = "release"    // end a force; the breaker then probes
 	Credits    = "credits"    // grant Order.Count DLQ credits
-	DeadLetter = "deadletter" // dead-letter up to Order.Count messages that failed and wait
+	DeadLetter = "deadletter" // dead-letter up to Order.Count failed messages that wait
 )
 
 var actions = []string{Pause, Resume, Open, Close, Release, Credits, DeadLetter}
 
-// An Order is what an operator wants done.
+// An Order is an action that an operator wants.
 type Order struct {
 	// Action is one of the constants above.
 	Action string `json:"action"`
 
-	// Sources are names of sources, or Breakers names of breakers, which stand for the
-	// sources that share them. A name that ends with * stands for all that begin so.
+	// Sources are names of sources. Breakers are names of breakers, which stand for the
+	// sources that share them. A name that ends with * stands for all names with this
+	// prefix.
 	Sources  []string `json:"sources,omitempty"`
 	Breakers []string `json:"breakers,omitempty"`
 
-	// In is where: "process", which unset means, "fleet", or "zone:NAME". It needs
-	// Config.Fleet.
+	// In is where the order applies: "process" (the default), "fleet", or "zone:NAME". The
+	// latter two need Config.Fleet.
 	In string `json:"in,omitempty"`
 
-	// For is how long a pause or a forced breaker lasts: 1s to 24h, 30m if unset. A
-	// string as time.ParseDuration reads it.
+	// For is how long a pause or a forced breaker lasts: 1s to 24h; default 30m. In JSON it
+	// is a string for time.ParseDuration.
 	For Duration `json:"for,omitempty"`
 
-	// Count is how many credits or dead letters, for each source: 1 to 100000.
+	// Count is the number of credits or dead letters for each source: 1 to 100000.
 	Count int `json:"count,omitempty"`
 
-	// Why is for the audit, at most 256 bytes.
+	// Why is the reason, for the audit, at most 256 bytes.
 	Why string `json:"why,omitempty"`
 
-	// DryRun changes nothing and answers which sources it would be.
+	// DryRun changes nothing: the answer names the sources that the order would change.
 	DryRun bool `json:"dry_run,omitempty"`
 }
 
-// An Outcome says what an order did.
+// An Outcome is the result of an order.
 type Outcome struct {
-	Process string   `json:"process"` // which was asked
-	Results []Result `json:"results"` // in that process
+	Process string   `json:"process"` // the process that answers
+	Results []Result `json:"results"` // the results in that process
 
-	// Processes are those of the fleet that did it, and Silent those that have not
-	// answered within five seconds. A silent one follows when it is heard again, unless the
-	// order's time is over by then.
+	// Processes are the processes of the fleet that carried out the order. Silent are those
+	// that have not answered within five seconds. A silent process follows the order when
+	// it is reachable again, unless the order's time is over by then.
 	Processes []Answer `json:"processes,omitempty"`
 	Silent    []string `json:"silent,omitempty"`
 }
 
-// fleet is in a few words what other processes made of an order; empty if it was for this one.
+// fleet returns a short text about the outcome in other processes, or "" if the order was
+// for this process only.
 func (o *Outcome) fleet() string {
 	if len(o.Processes)+len(o.Silent) == 0 {
 		return ""
@@ -87,30 +89,30 @@ func (o *Outcome) fleet() string {
 	return text + wrong
 }
 
-// An Answer is what one process of a fleet made of an order.
+// An Answer is the result of an order in one process of a fleet.
 type Answer struct {
 	Process string `json:"process,omitempty"`
-	Sources int    `json:"sources"` // that it was about
+	Sources int    `json:"sources"` // number of sources of the order in this process
 	Count   int    `json:"count,omitempty"`
 	Error   string `json:"error,omitempty"`
 }
 
-// A Result is what an order did to one source.
+// A Result is the result of an order at one source.
 type Result struct {
 	Source string `json:"source"`
-	Before string `json:"before"`          // its state, as in [Source]
-	After  string `json:"after"`           // and afterwards
-	Count  int    `json:"count,omitempty"` // dead letters
+	Before string `json:"before"`          // the source's state before the order, as in [Source]
+	After  string `json:"after"`           // the source's state after the order
+	Count  int    `json:"count,omitempty"` // number of dead letters
 	Error  string `json:"error,omitempty"`
 }
 
 // Duration is a time.Duration that is a string in JSON, such as "30m".
 type Duration time.Duration
 
-// MarshalText is that of time.Duration.String.
+// MarshalText returns the text of time.Duration.String.
 func (d Duration) MarshalText() ([]byte, error) { return []byte(time.Duration(d).String()), nil }
 
-// UnmarshalText reads what time.ParseDuration reads.
+// UnmarshalText parses the format of time.ParseDuration.
 func (d *Duration) UnmarshalText(b []byte) error {
 	v, err := time.ParseDuration(string(b))
 	if err != nil {
@@ -133,13 +135,14 @@ const (
 	mostNames  = 1000
 )
 
-// errOrder is what all orders that cannot be carried out are.
+// errOrder is wrapped by the errors of all orders that cannot be carried out.
 var errOrder = errors.New("console: order")
 
-// errNoSource is an order about a source or breaker that this process does not have.
+// errNoSource is the error of an order about a source or breaker that this process does not
+// have.
 var errNoSource = fmt.Errorf("%w: there is none of that name", errOrder)
 
-// WithDefaults is the order with what is unset filled in.
+// WithDefaults returns the order with unset fields filled in.
 func (o Order) WithDefaults() Order {
 	if o.For == 0 && (o.Action == Pause || o.Action == Open) {
 		o.For = Duration(defaultFor)
@@ -147,7 +150,7 @@ func (o Order) WithDefaults() Order {
 	return o
 }
 
-// Validate reports everything that is wrong with an order at once.
+// Validate reports everything that is wrong with an order, all at once.
 func (o Order) Validate() error {
 	var all []error
 	bad := func(format string, args ...any) {
@@ -185,7 +188,7 @@ func (o Order) Validate() error {
 	return errors.Join(all...)
 }
 
-// String is the order in the words of the audit.
+// String returns the order as the audit shows it.
 func (o Order) String() string {
 	text := o.Action + " " + strings.Join(o.Sources, ",")
 	if len(o.Breakers) > 0 {
@@ -210,8 +213,8 @@ func matches(pattern, name string) bool {
 	return pattern == name
 }
 
-// about tells whether an order is about a source. One about dead letters is about a
-// function only if it names it.
+// about reports whether an order is about a source. An order about credits or dead letters
+// is about a protected function only if it names the function.
 func (o Order) about(s control) bool {
 	if slices.Contains(o.Sources, s.Name()) {
 		return true
@@ -229,8 +232,8 @@ func (o Order) about(s control) bool {
 	return breaker != "" && slices.ContainsFunc(o.Breakers, func(pattern string) bool { return matches(pattern, breaker) })
 }
 
-// do carries an order out in this process. A name that nothing has makes it fail before
-// anything is done.
+// do carries out an order in this process. If no source or breaker has one of the names, it
+// fails before it does anything.
 func (c *Console) do(o Order) (Outcome, error) {
 	out := Outcome{Process: c.process, Results: []Result{}}
 	all := c.controls("*")
@@ -255,7 +258,7 @@ func (c *Console) do(o Order) (Outcome, error) {
 	return out, nil
 }
 
-// carryOut does to one source what an order says.
+// carryOut carries out an order at one source.
 func carryOut(s control, o Order) Result {
 	r := Result{Source: s.Name(), Before: stateText(s)}
 	if !o.DryRun {
@@ -291,10 +294,11 @@ func act(s guard.Control, o Order) (count int, err error) {
 	return count, err
 }
 
-// errNoLetters is that of a protected function, which has no window either.
+// errNoLetters is the error of a protected function, which has no window and no dead
+// letters.
 var errNoLetters = errors.New("a function has no dead letters")
 
-// stateText is a source's state in a few words: that of [Source], and the breaker's.
+// stateText returns a source's state as in [Source], and its breaker's state.
 func stateText(s control) string {
 	v := view(s.group, s.State())
 	text := v.State
@@ -307,7 +311,7 @@ func stateText(s control) string {
 	return text
 }
 
-// names are the first of what sources have, for an error.
+// names returns the first names of sources, or of their breakers, for an error.
 func names(all []control, of func(control) string) string {
 	const most = 10
 	var names []string

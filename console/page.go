@@ -14,7 +14,7 @@ import (
 //go:embed dist
 var page embed.FS
 
-// policy lets the page run what it came with, and ask this console.
+// policy lets the page load its own files only, and send requests to this console only.
 const policy = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; " +
 	"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 

@@ -17,7 +17,7 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/operator"
 )
 
-// A Rule of the quarantine is in force until its time.
+// A Rule is a rule of the quarantine. It is in force until Until.
 type Rule struct {
 	Rule  string    `json:"rule"`
 	By    string    `json:"by,omitempty"`
@@ -26,7 +26,8 @@ type Rule struct {
 	Until time.Time `json:"until"`
 }
 
-// rules are those of the guards' lists, each once: guards of one process share a list.
+// rules returns the rules of the guards' lists, each once: guards of one process may share
+// a list.
 func (c *Console) rules() []Rule {
 	all := []Rule{}
 	seen := make(map[Rule]bool)
@@ -42,7 +43,8 @@ func (c *Console) rules() []Rule {
 	return all
 }
 
-// lists are the guards' lists. Guards may share one: what is done twice is as done once.
+// lists returns the guards' lists. Guards may share a list: the same change twice is
+// harmless.
 func (c *Console) lists() (all []dlq.Quarantine) {
 	for _, g := range c.guards {
 		if q := g.Quarantine(); q != nil {
@@ -52,19 +54,19 @@ func (c *Console) lists() (all []dlq.Quarantine) {
 	return all
 }
 
-// A RuleChange puts a rule on the quarantine list, or takes it off. With a fleet's list it
-// reaches all processes. Those of [Config.Fleet] in which it is not in force within five
-// seconds are named, in an answer with the status 502.
+// A RuleChange adds a rule to the quarantine list, or removes it. If the list is the
+// fleet's, the change reaches all processes. An answer with status 502 names the processes
+// of [Config.Fleet] in which the change is not in force within five seconds.
 type RuleChange struct {
-	Rule   string        `json:"rule"`             // as dlq.ParseRule reads it
-	Remove bool          `json:"remove,omitempty"` // take it off; without it, put it on
-	For    time.Duration `json:"for_ns,omitempty"` // 0 means 24 h
-	By     string        `json:"by,omitempty"`     // who; the token's name counts, if there is one
+	Rule   string        `json:"rule"`             // in the format of dlq.ParseRule
+	Remove bool          `json:"remove,omitempty"` // remove the rule instead of adding it
+	For    time.Duration `json:"for_ns,omitempty"` // duration of a new rule; 0 means 24 h
+	By     string        `json:"by,omitempty"`     // who changes the rule; a token's name replaces it
 	Why    string        `json:"why,omitempty"`
 }
 
-// What a fleet's processes are asked: whether the rule in Order.Sources is on the guards'
-// lists, or off them. The rule itself travels with the fleet's list.
+// addRule and removeRule ask the processes of a fleet whether the rule in Order.Sources is
+// on the guards' lists, or not on them. The rule itself travels with the fleet's list.
 const (
 	addRule    = "quarantine add"
 	removeRule = "quarantine remove"
@@ -79,7 +81,7 @@ func (r RuleChange) order() Order {
 	return Order{Action: addRule, Sources: []string{r.Rule}}
 }
 
-// changeRules changes the lists, and writes down what became of it.
+// changeRules changes the lists and writes the audit.
 func (c *Console) changeRules(w http.ResponseWriter, r *http.Request) {
 	var in RuleChange
 	d := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody))
@@ -138,7 +140,8 @@ func (c *Console) changeRule(in RuleChange) error {
 	return err
 }
 
-// confirm asks the processes of the fleet whether a change that was made here is in force there.
+// confirm asks the other processes of the fleet whether a change made here is in force
+// there.
 func (c *Console) confirm(ctx context.Context, in RuleChange, who string) error {
 	if c.fleet == nil || len(c.fleet.carrier.Members()) < 2 {
 		return nil
@@ -164,7 +167,7 @@ func (c *Console) confirm(ctx context.Context, in RuleChange, who string) error 
 	return nil
 }
 
-// heeds tells what is wrong if a change of the quarantine is not in force in this process.
+// heeds returns an error if a change of the quarantine is not in force in this process.
 func (c *Console) heeds(o Order) error {
 	for _, q := range c.lists() {
 		on := slices.ContainsFunc(q.Entries(), func(e dlq.QuarantineEntry) bool { return e.Rule.String() == o.Sources[0] })

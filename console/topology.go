@@ -3,7 +3,7 @@
 
 package console
 
-// A Flow is one way of messages or calls since the process began: see [guard.Flow].
+// A Flow is one path of messages or calls since the process began: see [guard.Flow].
 type Flow struct {
 	From    Node   `json:"from"`
 	To      Node   `json:"to"`
@@ -19,7 +19,7 @@ type Node struct {
 	Name string `json:"name"`
 }
 
-// topology is what the guards have seen, each way once.
+// topology returns the flows of all guards, each path once.
 func (c *Console) topology() []Flow {
 	all := []Flow{}
 	at := make(map[[2]Node]int)

@@ -12,27 +12,26 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// Status is a process at a glance.
+// Status is a summary of a process.
 type Status struct {
 	Process string    `json:"process"`
 	At      time.Time `json:"at"`
-	Fleet   bool      `json:"fleet"` // it is in one, which answers below fleet/
+	Fleet   bool      `json:"fleet"` // the process is in a fleet: requests below fleet/ are served
 
 	Sources  int `json:"sources"`
-	Held     int `json:"held"`     // sources that are not simply running
+	Held     int `json:"held"`     // sources with a hold
 	Storms   int `json:"storms"`   // sources in a storm
 	Paused   int `json:"paused"`   // sources that an operator paused
 	Breakers int `json:"breakers"` // breakers that are not closed
 
-	Unsettled    int    `json:"unsettled"`     // messages in this process
-	DeadLettered uint64 `json:"dead_lettered"` // since the sources began
+	Unsettled    int    `json:"unsettled"`     // unsettled messages in this process
+	DeadLettered uint64 `json:"dead_lettered"` // dead letters since the sources began
 
-	// Attention are the sources that are not simply running, those that wait for a
-	// person first. At most 20.
+	// Attention lists at most 20 held sources, those that wait for a person first.
 	Attention []Attention `json:"attention"`
 }
 
-// Attention is one source that is not simply running, with its strongest reason.
+// Attention is one held source, with its strongest reason.
 type Attention struct {
 	Source string `json:"source"`
 	Hold
@@ -42,60 +41,61 @@ type Attention struct {
 type Source struct {
 	Name  string `json:"name"`
 	Group string `json:"group"`
-	// State is running, or the reason of the strongest hold: paused, storm, breaker,
-	// dlq, limiter, backpressure, or ended.
+	// State is running, ended, or the reason of the strongest hold: paused, storm, breaker,
+	// dlq, limiter or backpressure.
 	State string `json:"state"`
 	Holds []Hold `json:"holds"`
 
 	Breaker Breaker `json:"breaker"`
 	Storm   Storm   `json:"storm"`
 
-	Waiting    int `json:"waiting"` // messages by state
+	Waiting    int `json:"waiting"` // messages in each state
 	Processing int `json:"processing"`
 	Settling   int `json:"settling"`
 	Holding    int `json:"held"`
-	Spilled    int `json:"spilled"` // of all these, on the disk of the process
+	Spilled    int `json:"spilled"` // messages of all these states that are on the process's disk
 	RetryWait  int `json:"retry_wait"`
-	Window     int `json:"window"` // messages that the source may have
-	Room       int `json:"room"`   // how many more
+	Window     int `json:"window"` // how many messages the source may have
+	Room       int `json:"room"`   // how many more messages the source may take
 
 	Received     uint64 `json:"received"` // since the source began
 	Acked        uint64 `json:"acked"`
-	Failures     uint64 `json:"failures"` // handler calls
+	Failures     uint64 `json:"failures"` // failed calls of the handler
 	DeadLettered uint64 `json:"dead_lettered"`
 	Returned     uint64 `json:"returned"`
 	Quarantined  uint64 `json:"quarantined"`
 
 	Credits   float64 `json:"credits"`            // DLQ budget left
-	OldestAge float64 `json:"oldest_age_seconds"` // of the oldest unsettled message
+	OldestAge float64 `json:"oldest_age_seconds"` // age of the oldest unsettled message, in seconds
 
-	wider []Breaker // the scopes above the breaker that are open
+	wider []Breaker // open scopes above the breaker
 }
 
-// A Hold is one reason why a source is not simply running.
+// A Hold is one reason why a source is held.
 type Hold struct {
 	Reason    string  `json:"reason"`
 	Detail    string  `json:"detail"`
-	Until     float64 `json:"until_seconds"` // how long it lasts at least; 0 means until somebody clears it
+	Until     float64 `json:"until_seconds"` // minimum time left, in seconds; 0 means until somebody clears the hold
 	ClearedBy string  `json:"cleared_by"`
 }
 
-// A Breaker is one circuit breaker, which sources of one scope may share; or a wider scope that
-// is open, a topic's or a group's, and the sources that it holds. That takes no order.
+// A Breaker is one circuit breaker, which the sources of one scope may share. It may also
+// be an open wider scope, a topic's or a group's, with the sources that it holds. A wider
+// scope takes no orders.
 type Breaker struct {
-	Name    string   `json:"name"` // its scope; empty if the source has none
+	Name    string   `json:"name"` // the breaker's scope; empty if the source has no breaker
 	Group   string   `json:"group,omitempty"`
 	State   string   `json:"state"` // closed, open or half-open
 	Cause   string   `json:"cause,omitempty"`
 	Forced  bool     `json:"forced"`
-	Fleet   bool     `json:"fleet"`         // held by the fleet
-	Since   float64  `json:"since_seconds"` // how long it has been in this state
-	Until   float64  `json:"until_seconds"` // until a call may be admitted; 0 means now, or until somebody clears it
+	Fleet   bool     `json:"fleet"`         // the fleet holds the breaker
+	Since   float64  `json:"since_seconds"` // seconds since the state began
+	Until   float64  `json:"until_seconds"` // seconds until a call may be admitted; 0 means now, or until somebody clears the breaker
 	Ratio   float64  `json:"failure_ratio"`
-	Sources []string `json:"sources,omitempty"` // that share it
+	Sources []string `json:"sources,omitempty"` // sources that share the breaker
 }
 
-// A Storm is what the storm detector reads.
+// A Storm holds the values of the storm detector.
 type Storm struct {
 	Active    bool    `json:"active"`
 	ErrorRate float64 `json:"error_rate"`
@@ -135,7 +135,7 @@ func (c *Console) status(now time.Time, all []Source) Status {
 	return st
 }
 
-// needs ranks what waits for a person before what waits for nobody.
+// needs ranks an attention: those that wait for a person come first.
 func needs(a Attention) int {
 	switch a.Reason {
 	case guard.ReasonDLQ.String():
@@ -150,7 +150,7 @@ func needs(a Attention) int {
 	return 4
 }
 
-// sources are those that a pattern names, by name.
+// sources returns the sources that match a pattern, sorted by name.
 func (c *Console) sources(pattern string) []Source {
 	all := []Source{}
 	for _, s := range c.controls(pattern) {
@@ -159,7 +159,7 @@ func (c *Console) sources(pattern string) []Source {
 	return all
 }
 
-// states are those of all sources.
+// states returns the states of all sources.
 func (c *Console) states() (all []guard.State) {
 	for _, s := range c.controls("*") {
 		all = append(all, s.State())
@@ -174,7 +174,7 @@ type control struct {
 	group string
 }
 
-// controls are the sources that a pattern names: one name, or a prefix and a *.
+// controls returns the sources that match a pattern: one name, or a prefix and a *.
 func (c *Console) controls(pattern string) []control {
 	var all []control
 	for _, g := range c.guards {
@@ -238,13 +238,13 @@ func breakerView(s guard.State) Breaker {
 		Since: max(0, s.Now-b.Since).Seconds(), Ratio: b.Ratio,
 	}
 	const aYear = 365 * 24 * time.Hour
-	if left := b.Until - s.Now; b.Until > 0 && left > 0 && left < aYear { // a force without an end has none
+	if left := b.Until - s.Now; b.Until > 0 && left > 0 && left < aYear { // a force without an end has no time left
 		v.Until = left.Seconds()
 	}
 	return v
 }
 
-// breakers are those of all sources, each once, and the wider scopes that are open.
+// breakers returns the breakers of all sources, each once, and the open wider scopes.
 func (c *Console) breakers(pattern string) []Breaker {
 	all := make(map[string]*Breaker)
 	for _, s := range c.sources("*") {

@@ -15,19 +15,19 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/operator"
 )
 
-// A Change is an event of GET watch: the status, and the sources that are not as they were
-// in the event before. The first has all. A source at rest, of which nothing has changed
-// but how long it has been so, is left out.
+// A Change is one event of GET watch: the status, and the sources that changed since the
+// event before. The first event has all sources. A source at rest, of which only the times
+// change, is left out.
 type Change struct {
 	Status  Status   `json:"status"`
 	Sources []Source `json:"sources"`
-	Gone    []string `json:"gone,omitempty"` // sources that are no more: group, a space, name
+	Gone    []string `json:"gone,omitempty"` // sources that no longer exist: group, a space, name
 }
 
 const (
 	watchEvery   = time.Second
-	mostWatchers = 32               // at one time; each looks at all sources once a second
-	stuckFor     = 10 * time.Second // a client that reads nothing for so long is left
+	mostWatchers = 32               // limit at one time; each watcher reads all sources once a second
+	stuckFor     = 10 * time.Second // a client that reads nothing for so long is disconnected
 )
 
 // watch sends changes as server-sent events until the client goes or the Console is closed.
@@ -40,7 +40,7 @@ func (c *Console) watch(w http.ResponseWriter, r *http.Request) {
 	defer c.watchers.Add(-1)
 	w.Header().Set("Content-Type", "text/event-stream")
 	w.Header().Set("Cache-Control", "no-store")
-	w.Header().Set("X-Accel-Buffering", "no") // nginx would keep events to itself
+	w.Header().Set("X-Accel-Buffering", "no") // else nginx would buffer events
 	out := http.NewResponseController(w)
 	tick := time.NewTicker(watchEvery)
 	defer tick.Stop()
@@ -50,7 +50,7 @@ func (c *Console) watch(w http.ResponseWriter, r *http.Request) {
 		if err != nil {
 			return
 		}
-		_ = out.SetWriteDeadline(time.Now().Add(stuckFor)) // a server of another kind has none
+		_ = out.SetWriteDeadline(time.Now().Add(stuckFor)) // another kind of server may have no deadlines
 		if _, err := fmt.Fprintf(w, "data: %s\n\n", text); err != nil {
 			return
 		}
@@ -67,13 +67,13 @@ func (c *Console) watch(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// change is what is new to who knows what known has, and brings that up to date.
+// change returns the changes against known, and updates known.
 func (c *Console) change(known map[string][]byte) Change {
 	all, now := c.sources("*"), time.Now()
 	ch := Change{Status: c.status(now, all), Sources: []Source{}}
 	here := make(map[string]bool)
 	for _, s := range all {
-		key := s.Group + " " + s.Name // guards of one process may read one topic
+		key := s.Group + " " + s.Name // two guards of a process may read the same topic
 		here[key] = true
 		text, err := json.Marshal(timeless(s, now))
 		if err != nil || bytes.Equal(text, known[key]) {
@@ -91,12 +91,12 @@ func (c *Console) change(known map[string][]byte) Change {
 	return ch
 }
 
-// timeless is a source with the instants at which something ends in place of the time that is
-// left, and without the time for which its breaker has been so.
+// timeless returns a source in which the end of each hold replaces its time left, and
+// without the age of its breaker's state. So only real changes show.
 func timeless(s Source, now time.Time) Source {
 	ends := func(left *float64) {
 		if *left > 0 {
-			*left = math.Round((float64(now.Unix()) + *left) / 10) // to 10 s: the two clocks differ a little
+			*left = math.Round((float64(now.Unix()) + *left) / 10) // rounded to 10 s: the two clocks differ a little
 		}
 	}
 	s.Breaker.Since = 0

@@ -11,10 +11,10 @@ import (
 	"go.yaml.in/yaml/v3"
 )
 
-// pages is where an alert's link leads.
+// pages is the address of the docs to which alerts link.
 const pages = "https://github.com/stormguard-mq/stormguard/blob/main/docs/"
 
-// A severity says who is called, and when.
+// A severity says how soon a person must react.
 type severity string
 
 const (
@@ -27,25 +27,25 @@ type alert struct {
 	name     string
 	severity severity
 	expr     string
-	lasts    string // how long it must be so; "" is at once
-	summary  string // Prometheus's template
-	means    string // for docs: one or two sentences
-	do       string // for docs
+	lasts    string // how long expr must be true; "" fires at once
+	summary  string // template for Prometheus
+	means    string // what the alert means, for docs: one or two sentences
+	do       string // what to do, for docs
 
 	tests []sample
 }
 
-// A sample is what a series has once a minute in an alert's test, while something is wrong
-// and while all is well: a value, or value+step. good "" is the last value of bad, as a
-// counter has.
+// A sample is a series in an alert's test, with one value a minute: bad while something is
+// wrong, good while all is well. A value is a number, or number+step. If good is "", the
+// series keeps the last value of bad, as a counter does.
 type sample struct{ series, bad, good string }
 
-// byTopic are the labels that an alert about messages has.
+// byTopic are the labels of an alert about messages.
 const byTopic = `messaging_consumer_group_name, messaging_destination_name`
 
 const where = "{{ $labels.messaging_consumer_group_name }} on {{ $labels.messaging_destination_name }}"
 
-// labelled is a series of a metric that a source exports, for a test.
+// labelled returns a series of a source's metric, for a test.
 func labelled(metric, more string) string {
 	if more != "" {
 		more = ", " + more
@@ -209,12 +209,12 @@ and max by (` + byTopic + `) (stormguard_hold_active{reason=~"breaker|storm|dlq|
 		do:      "Mend that host's time synchronisation.",
 		tests: []sample{
 			{`stormguard_fleet_clock_offset_seconds{instance="a", peer="b"}`, "3600", "0"},
-			{`stormguard_fleet_clock_violations_total{instance="a", peer="b"}`, "0+5", "0+5"}, // from before the offset is known, too
+			{`stormguard_fleet_clock_violations_total{instance="a", peer="b"}`, "0+5", "0+5"}, // counts also before the offset is known
 		},
 	},
 }
 
-// ruleFile is the file that Prometheus reads.
+// ruleFile is the file for Prometheus.
 type ruleFile struct {
 	Groups []ruleGroup `yaml:"groups"`
 }
@@ -232,7 +232,7 @@ type rule struct {
 	Annotations map[string]string `yaml:"annotations"`
 }
 
-// annotations are what is told beside the alert's labels.
+// annotations returns the alert's texts, which are no labels.
 func (a alert) annotations() map[string]string {
 	return map[string]string{
 		"summary": a.summary, "description": a.means, "action": strings.ReplaceAll(a.do, "`", "'"),
@@ -253,7 +253,7 @@ func rulesFile() ([]byte, error) {
 	return b.Bytes(), err
 }
 
-// alertsPage is the page of docs that the alerts link to.
+// alertsPage returns the page of docs to which the alerts link.
 func alertsPage() []byte {
 	var b bytes.Buffer
 	b.WriteString(`# Alerts
@@ -278,7 +278,7 @@ what to do. [The runbook](runbook.md) leads through an incident.
 	return b.Bytes()
 }
 
-// wrap breaks a text into lines of at most 100.
+// wrap breaks a text into lines of at most 100 bytes.
 func wrap(text string) string {
 	var b strings.Builder
 	n := 0

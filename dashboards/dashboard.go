@@ -9,32 +9,32 @@ import (
 	"strings"
 )
 
-// A dashboard is one of Grafana's, as far as these need it.
+// A dashboard is the part of a Grafana dashboard that is used here.
 type dashboard struct {
 	uid, title, about string
 	by                []variable
 	rows              []row
 }
 
-// A variable is a choice above the dashboard: one label's values.
+// A variable is a choice at the top of a dashboard: the values of one label.
 type variable struct{ name, label, of string }
 
-// A row is a headline and what stands below it, from the left to the right.
+// A row is a headline and its panels, from left to right.
 type row struct {
 	title  string
-	height int // of each panel, in Grafana's units
+	height int // height of each panel, in Grafana's units
 	panels []panel
 }
 
-// A panel is one picture.
+// A panel is one picture of a dashboard.
 type panel struct {
 	title, about string
-	width        int // of 24
+	width        int // width of the panel; a row is 24 wide
 	kind         kind
-	unit         string // Grafana's name of it
+	unit         string // the unit's name in Grafana
 	queries      []query
-	steps        []step // colours from a value on; none is one colour
-	words        []word // for values of a timeline
+	steps        []step // colours, each from a value on; none means one colour
+	words        []word // texts for the values of a timeline
 	stacked      bool
 	renamed      map[string]string // fields of a table or a graph; "" leaves the field out
 }
@@ -57,8 +57,8 @@ type kind string
 const (
 	stat     kind = "stat"
 	series   kind = "timeseries"
-	timeline kind = "state-timeline" // what each series was, over time
-	heat     kind = "status-history" // how much each series was, over time
+	timeline kind = "state-timeline" // the state of each series over time
+	heat     kind = "status-history" // the value of each series over time
 	table    kind = "table"
 	graph    kind = "nodeGraph"
 )
@@ -67,7 +67,7 @@ type object = map[string]any
 
 var datasource = object{"type": "prometheus", "uid": "${datasource}"}
 
-// json is the dashboard as Grafana imports it.
+// json returns the dashboard in Grafana's import format.
 func (d dashboard) json() ([]byte, error) {
 	variables := []object{{
 		"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus",
@@ -139,7 +139,7 @@ func (p panel) object() (object, error) {
 			t["format"] = "table"
 		}
 		if strings.Contains(q.expr, "_bucket{") {
-			t["exemplar"] = true // traces beside the line
+			t["exemplar"] = true // shows traces next to the line
 		}
 		targets = append(targets, t)
 	}
@@ -170,7 +170,7 @@ func (p panel) object() (object, error) {
 		"type": string(p.kind), "title": p.title, "description": p.about, "datasource": datasource,
 		"targets": targets, "options": options, "fieldConfig": object{"defaults": field, "overrides": []object{}},
 	}
-	if p.kind == heat { // which is not painted with more points than half of the panel's pixels
+	if p.kind == heat { // Grafana paints no heat map with more points than half of the panel's pixels
 		o["maxDataPoints"] = 120
 	}
 	if p.renamed != nil {
@@ -187,7 +187,7 @@ func (p panel) object() (object, error) {
 	return o, nil
 }
 
-// look are the options of a plugin, and those of its fields.
+// look returns the options of a plugin, and those of its fields.
 func (k kind) look() (options, custom object, err error) {
 	legend := object{"displayMode": "list", "placement": "bottom", "showLegend": true, "calcs": []string{}}
 	tooltip := object{"mode": "multi", "sort": "desc"}

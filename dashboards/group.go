@@ -3,7 +3,7 @@
 
 package main
 
-// quantile of a histogram, over what the variables choose.
+// quantile returns the query for a quantile of a histogram, over the chosen variables.
 func quantile(q, metric string) query {
 	return query{
 		`histogram_quantile(0.` + q + `, sum by (le, messaging_destination_name) (rate(` + metric + `_bucket{` + of + `}[$__rate_interval])))`,

@@ -2,12 +2,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command dashboards writes the Grafana dashboards, the Prometheus rules and their page of
-// docs. What it writes is committed, and a test compares.
+// docs. The files are committed, and a test compares them.
 //
 //	go run .
 //
-// The names of metrics and labels are those that an OpenTelemetry exporter for Prometheus
-// gives them: dots become underscores, counters end with _total, seconds with _seconds.
+// The names of metrics and labels are those of an OpenTelemetry exporter for Prometheus:
+// dots become underscores, counters end with _total, seconds with _seconds.
 package main
 
 import (
@@ -30,7 +30,7 @@ func main() {
 	}
 }
 
-// generated are the files, by name.
+// generated returns the content of the files, by name.
 func generated() (map[string][]byte, error) {
 	files := map[string][]byte{filepath.Join("..", "docs", "alerts.md"): alertsPage()}
 	for _, d := range all() {
@@ -45,7 +45,7 @@ func generated() (map[string][]byte, error) {
 	return files, err
 }
 
-// all are the dashboards, in the order in which one looks at them.
+// all returns the dashboards, in the order in which to look at them.
 func all() []dashboard {
 	return []dashboard{overview, group, deadLetters, fleetAndLimits, topology}
 }

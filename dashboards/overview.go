@@ -3,7 +3,7 @@
 
 package main
 
-// of are the labels that the variables choose.
+// of selects the labels that the variables choose.
 const of = `messaging_consumer_group_name=~"$group", messaging_destination_name=~"$topic"`
 
 var (
@@ -16,13 +16,13 @@ var (
 	ages     = []step{{1, "#9fbf3b"}, {10, "yellow"}, {60, "orange"}, {600, "red"}}
 )
 
-// A source is one of a group: two groups may read one topic.
+// A source belongs to a group: two groups may read one topic.
 const (
 	bySource   = `messaging_consumer_group_name, stormguard_source`
 	sourceName = "{{messaging_consumer_group_name}} {{stormguard_source}}"
 )
 
-// whyHeld is one number for each source: the strongest reason that holds it.
+// whyHeld is one number for each source: its strongest reason to hold.
 const whyHeld = `max by (` + bySource + `) (
   1 * stormguard_hold_active{` + of + `, reason="backpressure"}
   or 2 * stormguard_hold_active{` + of + `, reason="limiter"}

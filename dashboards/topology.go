@@ -24,12 +24,12 @@ var paths = []path{
 	},
 }
 
-// named copies a label into another, behind a word that tells kinds of nodes apart.
+// named copies a label into another, after a prefix that names the kind of node.
 func named(expr, to, kind, from string) string {
 	return `label_replace(` + expr + `, "` + to + `", "` + kind + `$1", "` + from + `", "(.*)")`
 }
 
-// edges are the paths in one table.
+// edges returns the query for all paths in one table.
 func edges() string {
 	var all []string
 	for _, p := range paths {
@@ -41,7 +41,7 @@ func edges() string {
 	return strings.Join(all, "\nor ")
 }
 
-// nodes are all that a path begins or ends at, with what goes through.
+// nodes returns the query for all nodes at which a path begins or ends, with their rates.
 func nodes() string {
 	var all []string
 	seen := map[string]bool{}

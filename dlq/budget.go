@@ -18,33 +18,34 @@ const (
 	defaultPermanentBalance = 500
 )
 
-// BudgetConfig says what dead-lettering costs. Each dead letter costs one credit of
-// its class, and only successes earn credits. A permanent dead letter is shown to be
-// poison: its handler or its error called it hopeless, or it failed where others
-// succeeded. An exhausted one has used up its attempts and nothing else is known, as
-// every delivery in an outage, so its balance is small.
+// BudgetConfig limits the number of dead letters. Each dead letter costs one credit of its
+// class, and successes earn credits. There are two classes:
 //
-// The zero value is valid and means the documented defaults: once nothing succeeds any
-// more, at most 20 exhausted dead letters, and 12 an hour after that; and 500 permanent
-// ones.
+//   - A permanent dead letter is proven poison: its handler or its error called it
+//     hopeless, or it failed where others succeeded.
+//   - An exhausted dead letter has used up its attempts, without proof. In an outage every
+//     delivery looks like this, so the balance of this class is small.
+//
+// The zero value is valid and means the defaults below. With them, once nothing succeeds
+// any more, a source can spend at most 20 exhausted dead letters, then 12 an hour, and 500
+// permanent ones.
 type BudgetConfig struct {
-	// Earn is what one success earns for exhausted dead letters, in credits. In
-	// [0.000001, 1], taken to the nearest millionth; default 0.1.
+	// Earn is the number of credits that one success earns for exhausted dead letters. In
+	// [0.000001, 1], rounded to the nearest millionth; default 0.1.
 	//
-	// With p of all deliveries failing for good, a source earns Earn*(1-p) and
-	// spends p a delivery: below p = Earn/(1+Earn), 9 % by default, it never runs
-	// out. For permanent ones that is a third of all deliveries.
+	// If a share p of all deliveries fails for good, a source earns Earn*(1-p) and spends p
+	// per delivery. Below p = Earn/(1+Earn), 9 % by default, it never runs out of credits.
+	// For permanent dead letters the default limit is a third of all deliveries.
 	Earn float64
 
-	// Balance is the most that successes can save up for exhausted ones, and what
-	// a source starts with. In [1, 1000000], taken to the nearest millionth;
-	// default 20. It is what an outage can spend, however busy the source was.
+	// Balance is the largest number of saved credits for exhausted dead letters, and the
+	// number at the start of a source. In [1, 1000000], rounded to the nearest millionth;
+	// default 20. An outage can spend this many, however busy the source was.
 	Balance float64
 
-	// FreeEvery is the time after which a class that is spent gets one credit
-	// though nothing succeeded, and again for as long as it stays spent. In
-	// [1s, 8760h]; default 5m. It is not saved up: an hour without a
-	// dead letter leaves one free credit, not twelve.
+	// FreeEvery is the interval at which a class without credits gets a free one, although
+	// nothing succeeded. In [1s, 8760h]; default 5m. Free credits are not saved up: after
+	// an hour without a dead letter there is one, not twelve.
 	FreeEvery time.Duration
 
 	// PermanentEarn is Earn for permanent dead letters; default 0.5.
@@ -53,17 +54,17 @@ type BudgetConfig struct {
 	// PermanentBalance is Balance for permanent dead letters; default 500.
 	PermanentBalance float64
 
-	// Off makes a budget that refuses nothing and still counts. The other
-	// fields are still checked.
+	// Off makes a budget that counts but refuses nothing. The other fields are still
+	// checked.
 	Off bool
 }
 
-// Validate reports every field out of its range, and every breach of one law:
-// what successes earn while stormRate of the deliveries fail must exceed what
-// dead-lettering those costs. Otherwise a source with a little less poison than
-// that would run out of credits and wait, and no storm would say why.
+// Validate reports every field out of its range. It also checks that successes earn more
+// than dead letters cost while stormRate of the deliveries fail. Otherwise a source with a
+// little less poison than that would run out of credits and wait, and no storm would show
+// the reason.
 //
-// stormRate is the [StormConfig] field ErrorRate; zero means its default.
+// stormRate is the field ErrorRate of [StormConfig]; zero means its default.
 func (c BudgetConfig) Validate(stormRate float64) error {
 	d := c.WithDefaults()
 	var errs []error

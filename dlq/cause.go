@@ -12,46 +12,45 @@ import (
 	"unicode/utf8"
 )
 
-// Cause is the group a failure belongs to: failures that look alike once what
-// varies from message to message is taken out.
+// Cause is a group of failures that look alike once the parts that vary from message to
+// message are removed.
 type Cause struct {
-	// ID is "v2:" and 16 hexadecimal digits. The prefix changes when the rules
-	// below do, so that groups made by different rules never mix.
+	// ID is "v2:" and 16 hexadecimal digits. The prefix changes with the rules of
+	// [Fingerprint], so that groups of different rules never mix.
 	ID string
 
-	// Title names the group for people. It is made of the same normalised
-	// text, so every member of a group made here has the same one.
+	// Title names the group for people. It is made of the same normalised text, so all
+	// failures that are grouped here have the same title.
 	Title string
 }
 
 const (
 	causeVersion = "v2:"
 
-	// causeInput bounds the work: no more of a message is looked at. It is the
-	// cap of ErrorInfo.Message, so that a record read back gives the same
-	// cause as the error did. causeText is below it, since what was variable
-	// at the end of a cut message shows at the end of the normalised one.
+	// causeInput is the number of bytes of a message that are read. It equals the limit of
+	// ErrorInfo.Message, so that a record that is read back gives the same cause as its
+	// error. causeText is smaller: if a message was cut inside a variable part, the rest of
+	// that part is at the end of the normalised text.
 	causeInput = maxMessage
 	causeText  = 256
 	causeStack = 64 << 10
 	maxTitle   = 200
 )
 
-// Fingerprint returns the cause of err, and of the stack if there was a panic;
-// stack is the text of [runtime/debug.Stack] or nil. No error and no stack
-// give the zero Cause.
+// Fingerprint returns the cause of err, or of a panic. stack is the text of
+// [runtime/debug.Stack] after a panic, or nil. Without error and stack it returns the zero
+// Cause.
 //
-// The ID is made of the error's type (see [DescribeError]), the function of
-// the top frame outside the standard library where there is a stack, and the
-// message with placeholders for what varies: numbers, UUIDs and other
-// generated ids, IP addresses, times, durations, sizes, email addresses, and
-// quoted user values such as in `parsing "x"`. Codes stay: an HTTP status, an
-// SQLSTATE, an error number, a service's well-known port. So do names: of
-// columns, constraints, tables, hosts. Line numbers of a stack are left out,
-// since they change with each release.
+// The ID is made of the error's type (see [DescribeError]), of the top function on the
+// stack outside the standard library, if there is a stack, and of the message. In the
+// message, placeholders replace the parts that vary: numbers, UUIDs and other generated
+// ids, IP addresses, times, durations, sizes, email addresses, and quoted user values as in
+// `parsing "x"`. Codes stay: an HTTP status, an SQLSTATE, an error number, a service's
+// well-known port. Names stay, too: of columns, constraints, tables, hosts. Line numbers of
+// a stack are left out, since they change with each release.
 //
-// It is deterministic, takes time linear in its input, and looks at the first
-// 1 KiB of the message and 64 KiB of the stack. Safe for concurrent use.
+// Fingerprint is deterministic, takes time linear in its input, and reads the first 1 KiB
+// of the message and 64 KiB of the stack. It is safe for concurrent use.
 func Fingerprint(err error, stack []byte) Cause {
 	e := describe(err)
 	e.Message = capText(e.Message, causeInput)
@@ -59,8 +58,8 @@ func Fingerprint(err error, stack []byte) Cause {
 	return e.Fingerprint()
 }
 
-// Fingerprint is the function [Fingerprint] for an error known as text only,
-// such as one that [Decode] read. Stacks of Java and .NET are understood too.
+// Fingerprint is like the function [Fingerprint], for an error that is known as text only,
+// such as one from [Decode]. It also understands stacks of Java and .NET.
 func (e ErrorInfo) Fingerprint() Cause {
 	if e.Type == "" && e.Message == "" && e.Stack == "" {
 		return Cause{}
@@ -98,7 +97,7 @@ func title(kind, frame, message string) string {
 	return capText(text, maxTitle)
 }
 
-// plainType tells the types that say nothing beyond "an error with a text".
+// plainType reports whether a type says no more than "an error with a text".
 func plainType(kind string) bool {
 	switch strings.TrimLeft(kind, "*") {
 	case "errors.errorString", "fmt.wrapError", "fmt.wrapErrors", "errors.joinError", "errors.fundamental":
@@ -107,13 +106,15 @@ func plainType(kind string) bool {
 	return false
 }
 
-// DescribeError puts err into words: a type of 256 bytes at most, a text of 1 KiB and a
-// stack of 8 KiB. What is cut ends in "…", and what is not valid UTF-8 is replaced by
-// U+FFFD. Type is that of the first error in the chain that is more than a wrapper: fmt.Errorf
-// with %w, errors.Join, github.com/pkg/errors and this module's own markers
-// are looked through. Of several joined errors the first with a type of its
-// own counts. The text is err.Error(); an Error method that panics costs its
-// text and nothing else. A nil err leaves Type and Message empty.
+// DescribeError returns err as text: a type of at most 256 bytes, a message of at most 1
+// KiB and a stack of at most 8 KiB. A shortened text ends in an ellipsis, and bytes that
+// are not UTF-8 become U+FFFD.
+//
+// Type is the type of the first error in the chain that is more than a wrapper. Wrappers
+// are fmt.Errorf with %w, errors.Join, github.com/pkg/errors and this module's own markers.
+// Of several joined errors the first with a type of its own counts. Message is err.Error().
+// If Error panics, a fixed text replaces the message. A nil err leaves Type and Message
+// empty.
 func DescribeError(err error, stack []byte) ErrorInfo {
 	e := describe(err)
 	return ErrorInfo{
@@ -138,11 +139,11 @@ func describe(err error) (e ErrorInfo) {
 	return e
 }
 
-// mostSpecific looks through wrappers. left bounds the nodes visited, for
-// chains that are endless or trees that are wide.
+// mostSpecific returns the first error that is no wrapper. left limits the visited nodes,
+// since chains can be endless and trees wide.
 func mostSpecific(err error, left *int) (found error) {
 	found = err
-	defer func() { _ = recover() }() // an Unwrap method on a nil pointer
+	defer func() { _ = recover() }() // an Unwrap method on a nil pointer may panic
 	for *left > 0 {
 		*left--
 		if !isWrapper(found) {
@@ -197,8 +198,8 @@ func isWrapper(err error) bool {
 	}
 }
 
-// typeName is the type with its full import path, so that two packages of one
-// name stay apart.
+// typeName returns the type with its full import path, so that two packages of one name
+// stay apart.
 func typeName(err error) string {
 	t, star := reflect.TypeOf(err), ""
 	if t == nil {
@@ -213,9 +214,9 @@ func typeName(err error) string {
 	return star + t.PkgPath() + "." + t.Name()
 }
 
-// topFrame returns the function of the top frame outside the standard library
-// and this module, below the panic if there was one; without one, the first
-// frame at all, and "" for a text in which no frame is found.
+// topFrame returns the function of the top frame outside the standard library and this
+// module, below the panic if there was one. If there is no such frame, it returns the first
+// frame, and "" for a text without frames.
 func topFrame(stack string) string {
 	// The deepest panic on the stack is the first that happened. Java puts the
 	// cause last.
@@ -248,8 +249,8 @@ func topFrame(stack string) string {
 	return first
 }
 
-// frame returns the function a line of a stack names, and whether it is one
-// that tells nothing about the program.
+// frame returns the function that a line of a stack names. skip says that the function
+// belongs to a library or to this module, and says nothing about the program.
 func frame(line string) (name string, skip bool) {
 	if at, ok := strings.CutPrefix(strings.TrimLeft(line, " \t"), "at "); ok && line[0] <= ' ' {
 		name, _, ok = strings.Cut(at, "(")
@@ -279,7 +280,7 @@ func frame(line string) (name string, skip bool) {
 	return name, standard[element] || strings.HasPrefix(name, ownModule+"/")
 }
 
-// libraryFrames are the runtimes and frameworks other dialects come from.
+// libraryFrames are the runtimes and frameworks whose stacks foreign dialects carry.
 var libraryFrames = []string{
 	"java.", "javax.", "jdk.", "sun.", "com.sun.", "org.springframework.", "org.apache.kafka.",
 	"System.", "Microsoft.", "MassTransit.", "NServiceBus.", "Wolverine.",
@@ -294,7 +295,7 @@ func hasAnyPrefix(s string, prefixes []string) bool {
 	return false
 }
 
-// standard has the first path elements of the standard library.
+// standard contains the first path elements of the standard library.
 var standard = func() map[string]bool {
 	m := map[string]bool{}
 	for name := range strings.FieldsSeq("archive bufio builtin bytes cmp compress container context crypto database debug embed " +

@@ -10,16 +10,16 @@ import (
 	"unicode/utf8"
 )
 
-// The text of an error is read once, from left to right. At the start of each
-// token three tables decide, in this order:
+// The text of an error is read once, from left to right. At the start of each token three
+// tables decide, in this order:
 //
-//   - hints: what the word before says about the token. "status" says that
-//     503 is a code and stays; "column" says that a name stays.
-//   - tokenClasses: what the token looks like by itself, such as a UUID or a time.
-//   - followers: whether a word of letters can be an ordinary word at all.
+//   - hints: what the previous word says about the token. After "status", 503 is a code and
+//     stays. After "column", a name stays.
+//   - tokenClasses: the shape of the token, such as a UUID or a time.
+//   - followers: whether a word of letters can be an ordinary word.
 //
-// It learns nothing, unlike miners of log templates such as Drain: a cause must
-// be the same in each process and for each record that is read back, whichever
+// The tables are fixed, unlike those of miners of log templates such as Drain, which learn.
+// A cause must be the same in each process, and for each record that is read back, whatever
 // errors came before.
 //
 // A change to anything in this file changes causes, and needs a new causeVersion.
@@ -28,12 +28,11 @@ import (
 type tokenClass struct {
 	placeholder string
 
-	// first has the kinds of character that the token may start with.
+	// first is the set of kinds of character with which the token may start.
 	first kind
 
-	// match returns the end of the token that starts at s[i], or 0. What comes
-	// before s[i] is neither a letter nor a digit, unless the token starts with
-	// a mark.
+	// match returns the end of the token that starts at s[i], or 0. The character before
+	// s[i] is neither a letter nor a digit, unless the token starts with a mark.
 	match func(s string, i int) int
 }
 
@@ -45,7 +44,7 @@ const (
 	hexLetter
 	capital
 	letter
-	joiner // what ids and base 64 are joined by: - _ + /
+	joiner // joins the parts of ids and base64: - _ + /
 	mark   // ? ) [ :
 )
 
@@ -71,8 +70,8 @@ var kinds = func() (m [256]kind) {
 	return m
 }()
 
-// tokenClasses are tried in order. Numbers and ids have one placeholder, because
-// some ids happen to have no letter in them.
+// tokenClasses are tried in order. Numbers and ids have the same placeholder, because some
+// ids happen to contain no letter.
 var tokenClasses = [...]tokenClass{
 	{"?<s>", mark, matchQuery},
 	{")=(<s>", mark, matchKeyDetail},
@@ -95,16 +94,16 @@ type hint uint8
 const (
 	hintNone   hint = iota
 	hintID          // an id: order 4711
-	hintName        // a name, in which one or two digits stay: column "address2"
+	hintName        // a name; one or two digits in it stay: column "address2"
 	hintSchema      // a name that stays as it is: constraint "fk_rails_1a2b3c4d5e"
 	hintHost        // a host, whose port stays: dial tcp redis:6379
 	hintCode3       // a code of up to three characters: status 503
-	hintCode5       // a code of up to five: SQLSTATE 22P02
-	hintError       // as hintCode5, but behind a colon as hintStatus: "error 1062", not "error: 1062"
-	hintStatus      // an HTTP error status, unless it counts something: returned 503
-	hintGot         // as hintStatus, but only "got 503 from", or where the text speaks of a status
+	hintCode5       // a code of up to five characters: SQLSTATE 22P02
+	hintError       // as hintCode5, but as hintStatus after a colon: "error 1062" stays, not "error: 1062"
+	hintStatus      // an HTTP error status, unless the number counts something: returned 503
+	hintGot         // as hintStatus, but only in "got 503 from", or if the text mentions a status
 	hintValue       // a quoted user value, up to the next colon: parsing "x"
-	hintInput       // the same, up to the second: invalid input syntax for type uuid: "x"
+	hintInput       // a quoted user value, up to the second colon: invalid input syntax for type uuid: "x"
 )
 
 var hints = func() map[string]hint {
@@ -133,7 +132,7 @@ var hints = func() map[string]hint {
 	return m
 }()
 
-// reasons are HTTP's own words, which tell that the number before is a status.
+// reasons are the texts of HTTP statuses. The number before such a text is a status.
 var reasons = [...]string{
 	"page not found", "Bad Request", "Unauthorized", "Payment Required", "Forbidden", "Not Found", "Method Not Allowed",
 	"Request Timeout", "Conflict", "Gone", "Precondition Failed", "Request Entity Too Large", "Content Too Large",
@@ -141,20 +140,21 @@ var reasons = [...]string{
 	"Service Unavailable", "Service Temporarily Unavailable", "Gateway Timeout", "Gateway Time-out",
 }
 
-// numbered are names that have digits in them.
+// numbered are names that contain digits.
 var numbered = set("int8 int16 int32 int64 int128 float32 float64 complex64 complex128 sha1 sha256 sha384 sha512 " +
 	"md5 utf8 utf16 utf32 utf8mb3 utf8mb4 latin1 base32 base58 base64 http1 http2 http3 h2 oauth1 oauth2 ipv4 ipv6 " +
 	"x509 x86 amd64 arm64 win32 s3 ec2 4xx 5xx k8s e2e b2b h2c route53 p256 p384 p521 " +
 	"rs256 es256 hs256 ps256 ed25519 curve25519 aes128 aes256 crc32 crc64 " +
 	"tls1 tls10 tls11 tls12 tls13 pkcs1 pkcs7 pkcs8 pkcs12 sqlite3 neo4j log4j i18n l10n db2")
 
-// servicePorts say which service was asked. Any other port may be that of the
-// client.
+// servicePorts are the ports of well-known services. Any other port may be the client's
+// own.
 var servicePorts = set("22 25 53 80 110 143 389 443 465 587 636 993 995 1433 1521 1883 2181 2379 3000 3306 4222 " +
 	"5000 5432 5671 5672 6379 6432 6650 8000 8080 8081 8443 8883 9000 9042 9090 9092 9093 9094 9200 9300 " +
 	"11211 15672 26257 26379 27017")
 
-// sourceFiles are endings of names that look like a host's.
+// sourceFiles are the file extensions of source files, whose names look like names of
+// hosts.
 var sourceFiles = set("go java kt scala cs py js ts rb php rs c cc cpp sql json yaml yml xml html proto")
 
 func set(words string) map[string]bool {
@@ -165,10 +165,10 @@ func set(words string) map[string]bool {
 	return m
 }
 
-// followers has the letters that may follow each letter in the words that
-// errors are made of, counted in the error texts of Go's standard library and
-// of the modules that it is mostly used with. One in a hundred ordinary words has two pairs
-// that are not among them; of a hundred strings of ten random letters, 92 have.
+// followers has the letters that may follow each letter in the words of error texts. They
+// were counted in the error texts of Go's standard library and of the modules that it is
+// mostly used with. Of 100 ordinary words, one has two pairs that are not in the table; of
+// 100 strings of ten random letters, 92 have.
 var followers = func() (m [26]uint32) {
 	for i, letters := range [26]string{
 		"bcdefgijklmnpqrstuvwxy", "abdehijlorsuy", "acdeghiklmoprstuy", "abcdeghilnoprstuy", "abcdefghiklmnopqrstuvwxyz",
@@ -183,9 +183,8 @@ var followers = func() (m [26]uint32) {
 	return m
 }()
 
-// strange counts the pairs of letters in w that ordinary words do not have, and
-// consonants from the fifth in a row. A capital after a small letter begins a
-// word.
+// strange counts the pairs of letters in w that ordinary words do not have, and consonants
+// from the fifth in a row. A capital after a small letter begins a new word.
 func strange(w string) (pairs int) {
 	consonants := 0
 	for i := range len(w) {
@@ -204,7 +203,7 @@ func strange(w string) (pairs int) {
 	return pairs
 }
 
-// normalise replaces what varies between two failures of one kind.
+// normalise replaces the parts that vary between two failures of one kind.
 func normalise(s string) string {
 	var n normaliser
 	for i := 0; i < len(s) && n.b.Len() < causeText+64; {
@@ -216,26 +215,24 @@ func normalise(s string) string {
 type normaliser struct {
 	b strings.Builder
 
-	// last is the placeholder last written, and gap what came after it, as
-	// long as that is only a separator: a list of any length becomes one
-	// placeholder.
+	// last is the latest placeholder, and gap the separator after it. gap is written later,
+	// so that a list of any length becomes one placeholder.
 	last, gap string
 
-	// hint is that of the latest word, which ended at wordEnd. The hint of a
-	// name lasts for all words of it: named is set after the first, and a space
-	// ends it.
+	// hint is the hint of the latest word, which ended at wordEnd. The hint of a name lasts
+	// for all words of the name: named is set after its first word, and a space ends it.
 	hint    hint
 	wordEnd int
 	named   bool
 
-	// status says that the text speaks of a status.
+	// status says that the text mentions a status.
 	status bool
 
-	// values is after how many more colons a quoted string is no longer a user
-	// value; at 0 it is none now.
+	// values is the number of colons after which a quoted string is no longer a user value.
+	// At 0 a quoted string is no user value now.
 	values int
 
-	// unclosed has the quotes known to have no closing one further on.
+	// unclosed has the kinds of quotes that have no closing one in the rest of the text.
 	unclosed [3]bool
 }
 
@@ -305,7 +302,7 @@ func (n *normaliser) text(s string) {
 }
 
 func (n *normaliser) space() {
-	if n.named { // the name that a hint announced is over
+	if n.named { // the name that a hint announced ends here
 		n.hint, n.named = hintNone, false
 	}
 	switch {
@@ -333,8 +330,8 @@ func (n *normaliser) placeholder(p string) {
 	n.last = p
 }
 
-// quoted returns the index after the string that starts at s[i], or 0. An
-// apostrophe within a word is no quote.
+// quoted returns the index after the quoted string that starts at s[i], or 0. An apostrophe
+// within a word is no quote.
 func (n *normaliser) quoted(s string, i int) int {
 	q := s[i]
 	unclosed := &n.unclosed[strings.IndexByte("\"'`", q)]
@@ -356,7 +353,8 @@ func (n *normaliser) quoted(s string, i int) int {
 	return 0
 }
 
-// code returns the end of the code at s[i], which stays, or 0.
+// code returns the end of the code at s[i], or 0 if there is none. A code stays in the
+// text.
 func (n *normaliser) code(s string, i int) int {
 	end := wordEnd(s, i)
 	if end-i > 6 || firstDigit(s[i:end]) < 0 {
@@ -391,7 +389,7 @@ func isReason(s string) bool {
 	return false
 }
 
-// prepositions come after a status, and not after a number of things.
+// prepositions follow a status, but not a number that counts things.
 var prepositions = set("from for on in at when while after by and but")
 
 // nextWord returns the word that comes after a space at s[i], or "".
@@ -464,7 +462,7 @@ func (n *normaliser) word(s string, i int) int {
 	return end
 }
 
-// mean takes note of what a word says about the next token.
+// mean stores the hint of a word for the next token.
 func (n *normaliser) mean(w string, end int) {
 	c := hintOf(w)
 	if announced := hintName <= n.hint && n.hint <= hintHost; announced && (n.named || c <= hintID) {
@@ -483,8 +481,8 @@ func (n *normaliser) mean(w string, end int) {
 	n.hint, n.wordEnd = c, end
 }
 
-// hintOf looks at the word, and if it is unknown at the last word in it:
-// statusCode, requestID.
+// hintOf returns the hint of the word. If the word is unknown, it tries the last word
+// inside it, as in statusCode and requestID.
 func hintOf(w string) hint {
 	var buf [16]byte
 	for range 2 {
@@ -509,14 +507,13 @@ func hintOf(w string) hint {
 	return hintNone
 }
 
-// isCodeWord tells whether a number behind w is a code.
+// isCodeWord reports whether a number directly after w is a code.
 func isCodeWord(w string) bool {
 	h := hintOf(w)
 	return hintCode3 <= h && h <= hintError
 }
 
-// isID tells whether a word of letters was drawn at random: an id in base 36
-// may have no digit.
+// isID reports whether a word of letters looks random: an id in base 36 may have no digit.
 func isID(w string, h hint) bool {
 	switch {
 	case h == hintName || h == hintSchema:
@@ -529,8 +526,8 @@ func isID(w string, h hint) bool {
 	return len(w) >= 8 && strange(w) >= 2
 }
 
-// hasNumberedName looks for a name that ends with the digits w[from:after].
-// Short names are words of their own, or the first of several.
+// hasNumberedName reports whether w contains a numbered name that ends with the digits
+// w[from:after]. A short name must be the whole word, or the first word in it.
 func hasNumberedName(w string, from, after int) bool {
 	var buf [12]byte
 	for i := max(0, after-len(buf)); i <= from; i++ {
@@ -578,7 +575,7 @@ func isCamel(w string) bool {
 	return digits > 0 && run >= 3 && isUpper(w[0])
 }
 
-// isHost tells whether a host's name or address ends at the colon before s[i].
+// isHost reports whether a host's name or address ends at the colon before s[i].
 func isHost(s string, i int, h hint) bool {
 	if i < 2 || s[i-1] != ':' {
 		return false
@@ -592,7 +589,7 @@ func isHost(s string, i int, h hint) bool {
 	}
 	host := s[from : i-1]
 	if sourceFiles[host[strings.LastIndexByte(host, '.')+1:]] {
-		return false // and a line in it
+		return false // a source file and a line number
 	}
 	return strings.IndexByte(host, '.') > 0 || host == "localhost" || from > 0 && (s[from-1] == '/' || s[from-1] == '@')
 }
@@ -642,7 +639,7 @@ func allHex(s string) bool {
 	return true
 }
 
-// endsAt returns i if no word goes on there, and 0 otherwise.
+// endsAt returns i if no word continues there, and 0 otherwise.
 func endsAt(s string, i int) int {
 	if i < len(s) && isWord(s[i]) {
 		return 0
@@ -650,7 +647,7 @@ func endsAt(s string, i int) int {
 	return i
 }
 
-// decimalEnd reads digits and a fraction.
+// decimalEnd returns the end of digits with an optional fraction.
 func decimalEnd(s string, i int) int {
 	i = digitsEnd(s, i)
 	if i+1 < len(s) && s[i] == '.' && isDigit(s[i+1]) {
@@ -659,7 +656,7 @@ func decimalEnd(s string, i int) int {
 	return i
 }
 
-// numberEnd reads a number with a fraction and an exponent, or a version.
+// numberEnd returns the end of a number with a fraction and an exponent, or of a version.
 func numberEnd(s string, i int) int {
 	if !isDigit(s[i]) {
 		return 0
@@ -739,9 +736,8 @@ func matchEmail(s string, i int) int {
 	return end
 }
 
-// times are shapes of dates and clock times: d is a digit, _ one or a space,
-// M the name of a month and W that of a weekday. What follows may be a
-// fraction and a zone.
+// times are shapes of dates and clock times: d is a digit, _ a digit or a space, M the name
+// of a month and W the name of a weekday. A fraction and a zone may follow.
 var times = [...]string{
 	"dddd-dd-ddTdd:dd", "dddd-dd-dd", "dddd/dd/dd", "dddd.dd.dd", "dd:dd:dd", "ddddddddTdddddd",
 	"W, dd M dddd dd:dd:dd", "W M _d dd:dd:dd", "M _d dd:dd:dd", "dd/M/dddd:dd:dd:dd",
@@ -778,7 +774,7 @@ func matchTime(s string, i int) int {
 	return 0
 }
 
-// shapeEnd returns the end of what has the shape at s[i], or 0.
+// shapeEnd returns the end of the text with the shape at s[i], or 0.
 func shapeEnd(s string, i int, shape string) int {
 	for j := range len(shape) {
 		if i >= len(s) {
@@ -819,7 +815,7 @@ func matchUUID(s string, i int) int {
 	return endsAt(s, i+36)
 }
 
-// matchIP accepts an address, and one in brackets. A port is read as a number.
+// matchIP accepts an IP address, also in brackets. A port is read as a number.
 func matchIP(s string, i int) int {
 	from, bracket := i, 0
 	if i > 0 && isWord(s[i-1]) {
@@ -888,8 +884,8 @@ func matchHexPairs(s string, i int) int {
 	return endsAt(s, end)
 }
 
-// matchPodSuffix accepts what Kubernetes adds to names behind a hyphen: the
-// hash of a ReplicaSet and a hyphen, if there is one, and five characters.
+// matchPodSuffix accepts the suffix that Kubernetes adds to names after a hyphen: five
+// characters, with or without the hash of a ReplicaSet and a hyphen before them.
 func matchPodSuffix(s string, i int) int {
 	if i == 0 || s[i-1] != '-' {
 		return 0
@@ -905,7 +901,7 @@ func matchPodSuffix(s string, i int) int {
 	return endsAt(s, end)
 }
 
-// podCharsEnd reads characters of which none could make a word.
+// podCharsEnd returns the end of a run of characters that cannot make a word.
 func podCharsEnd(s string, i int) int {
 	for i < len(s) && strings.IndexByte("bcdfghjklmnpqrstvwxz2456789", s[i]) >= 0 {
 		i++
@@ -942,7 +938,7 @@ func matchSize(s string, i int) int {
 	return endsAt(s, end)
 }
 
-// unitEnd reads letters, with a µ, or a percent sign.
+// unitEnd returns the end of a unit: letters, with a µ, or a percent sign.
 func unitEnd(s string, i int) int {
 	for i < len(s) && (isLower(s[i]|0x20) || s[i] == '%') {
 		i++
@@ -953,9 +949,8 @@ func unitEnd(s string, i int) int {
 	return i
 }
 
-// matchNanoid accepts 21 characters, or 22 as of a UUID in base 64, that may be
-// joined by - and _ and change between capitals, small letters and digits as
-// words do not.
+// matchNanoid accepts 21 characters, or 22 as of a UUID in base64, possibly joined by - and
+// _. They must change between capitals, small letters and digits more often than words do.
 func matchNanoid(s string, i int) int {
 	end := i
 	for end < len(s) && end-i <= 22 && (isWord(s[end]) || s[end] == '-' || s[end] == '_') {
@@ -971,7 +966,7 @@ func matchNanoid(s string, i int) int {
 	return 0
 }
 
-// matchBase64 accepts base 64 that is long or padded, and JSON web tokens.
+// matchBase64 accepts base64 that is long or padded, and JSON web tokens.
 func matchBase64(s string, i int) int {
 	joined := "+/"
 	token := strings.HasPrefix(s[i:], "eyJ") // {"
@@ -1001,8 +996,8 @@ func matchBase64(s string, i int) int {
 	return 0
 }
 
-// wordLength returns the length of the ordinary word that s begins with, in
-// small letters and not the whole of s, or 0.
+// wordLength returns the length of the ordinary word at the start of s, or 0. The word is
+// in small letters and not the whole of s.
 func wordLength(s string) int {
 	end := 0
 	for end < len(s) && isLower(s[end]) {
@@ -1014,8 +1009,8 @@ func wordLength(s string) int {
 	return end
 }
 
-// isMixed tells whether s has capitals and small letters and changes between
-// them and digits at least so often, or now and then if it has digits.
+// isMixed reports whether s has capitals and small letters, and changes between them and
+// digits at least often times. With a digit in s, three changes are enough.
 func isMixed(s string, often int) bool {
 	var digit, upper, lower bool
 	changes := 0

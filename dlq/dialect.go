@@ -10,29 +10,29 @@ import (
 	"strings"
 )
 
-// Dialect is one of the ways in which headers tell why a message is dead. The
-// empty Dialect means the default, [Stormguard], to [Encode], and that no
-// dialect was recognised from [Decode]. The set is fixed. Besides those that can be
-// written, Decode knows "share-group" and "streams" of Kafka, "smallrye", "karafka",
-// "watermill", "masstransit", "nservicebus", "wolverine", "knative", "cronsumer",
-// "x-original-topic", "spring-amqp" and "rabbitmq".
+// Dialect names a set of headers that describe a dead letter. The set of dialects is fixed.
+// The empty Dialect means the default, [Stormguard], for [Encode], and an unknown dialect
+// from [Decode].
+//
+// Encode writes the dialects below. Decode also knows "share-group" and "streams" of Kafka,
+// "smallrye", "karafka", "watermill", "masstransit", "nservicebus", "wolverine", "knative",
+// "cronsumer", "x-original-topic", "spring-amqp" and "rabbitmq".
 type Dialect string
 
 // The dialects that can be written.
 const (
-	// Stormguard is text under stormguard-*, and fits every broker: numbers are
-	// decimal, times RFC 3339 in UTC, and text is escaped so that it survives
-	// NATS headers (\n, \r, \t, \\, and \xNN for other control characters, for
-	// bytes that are not UTF-8, and for a space at either end).
+	// Stormguard is text in headers stormguard-*, for every broker. Numbers are decimal,
+	// times RFC 3339 in UTC. Text is escaped so that NATS headers can carry it: \n, \r, \t,
+	// \\, and \xNN for other control characters, for bytes that are not UTF-8, and for a
+	// space at either end.
 	Stormguard Dialect = "stormguard"
 
-	// Spring is Spring Kafka's kafka_dlt-*, with big-endian integers. For
-	// Kafka only: its values do not survive NATS headers.
+	// Spring is Spring Kafka's kafka_dlt-*, with big-endian integers. It is for Kafka only:
+	// NATS headers cannot carry its values.
 	Spring Dialect = "spring"
 
-	// Connect is Kafka Connect's __connect.errors.*, all text. Kafka Connect
-	// keeps such headers if it finds them, so strip them before a message goes
-	// back to a connector.
+	// Connect is Kafka Connect's __connect.errors.*, all text. Remove these headers before
+	// you send a message back to a connector: Kafka Connect keeps the ones that it finds.
 	Connect Dialect = "connect"
 )
 
@@ -48,41 +48,39 @@ const (
 	wolverine     Dialect = "wolverine"        // Wolverine, exception-type and others
 	knative       Dialect = "knative"          // Knative's CloudEvents attributes
 	cronsumer     Dialect = "cronsumer"        // kafka-cronsumer, x-retry-count
-	originalTopic Dialect = "x-original-topic" // Spring Cloud Stream, and many by hand
+	originalTopic Dialect = "x-original-topic" // Spring Cloud Stream, and headers written by hand
 	springAMQP    Dialect = "spring-amqp"      // Spring AMQP, x-exception-*
 	rabbitMQ      Dialect = "rabbitmq"         // the broker's own x-death
 )
 
-// grammar is a dialect as a table.
+// grammar describes a dialect as a table.
 type grammar struct {
 	dialect Dialect
 
-	// fold means that names are compared without regard to case, for dialects
-	// that travel over NATS or HTTP, where it may change.
+	// fold means that names are compared without regard to case. It is for dialects on NATS
+	// or HTTP, which may change the case.
 	fold bool
 
-	// system is the origin's, where the dialect implies it.
+	// system is Origin.System, if the dialect implies it.
 	system string
 
-	// signature recognises the dialect: one name from each group must be
-	// there. A name that ends in * is a prefix.
+	// signature recognises the dialect: each group must match at least one header. A name
+	// that ends in * is a prefix.
 	signature [][]string
 
-	// fields are read in this order, so that a later one that tells the same
-	// thing wins.
+	// fields are read in this order. If two of them set the same slot, the later one wins.
 	fields []field
 
-	// owns are further names, or prefixes, that belong to the dialect: Record
-	// has no field for them.
+	// owns are more names or prefixes of the dialect, which have no field in Record.
 	owns []string
 
-	// except is the one name among those that does not.
+	// except is a name that matches owns but does not belong to the dialect.
 	except string
 
-	// hook reads what does not fit the table, after it.
+	// hook runs after the fields and reads headers that do not fit the table.
 	hook func(*decoder, *grammar)
 
-	// broker lets RabbitMQ's own headers fill in what the dialect left open.
+	// broker lets RabbitMQ's own headers fill the fields that the dialect left empty.
 	broker bool
 }
 
@@ -93,8 +91,8 @@ type field struct {
 	codec codec
 }
 
-// grammars are in the order in which they are tried: the most telling names
-// first, names that people also make up for themselves last.
+// grammars are tried in this order: the most specific names first, and last the names that
+// users also choose for headers of their own.
 var grammars []*grammar
 
 func init() { //nolint:gochecknoinits // the table and its grammars' functions refer to each other
@@ -134,7 +132,7 @@ func (g *grammar) same(a, b string) bool {
 	return a == b || g.fold && len(a) == len(b) && strings.EqualFold(a, b)
 }
 
-// match compares with a pattern, which is a name, or a prefix and *.
+// match compares name with a pattern: a name, or a prefix followed by *.
 func (g *grammar) match(pattern, name string) bool {
 	prefix, ok := strings.CutSuffix(pattern, "*")
 	if !ok {
@@ -167,8 +165,8 @@ func (g *grammar) mine(name string) bool {
 	return slices.ContainsFunc(g.owns, func(p string) bool { return g.match(p, name) })
 }
 
-// transport are the headers that a broker or its client sets and that tell of
-// one passage of a message, not of the message.
+// transport are headers that a broker or its client sets. They describe one delivery of a
+// message, not the message.
 var transport = grammar{
 	fold: true,
 	owns: []string{
@@ -178,34 +176,32 @@ var transport = grammar{
 	},
 }
 
-// isTransport reports whether a header of this name must not be sent again
-// with a copy of the message. A broker would obey it (Nats-Expected-*), or count
-// from it, or ignore it; none is the sender's own.
+// isTransport reports whether a copy of the message must be sent without this header. A
+// broker would obey the header (Nats-Expected-*), count from it, or ignore it; the sender
+// set none of them.
 //
-// For a system of "rabbitmq" CC and BCC are among them too: published again,
-// they would send copies to queues that have had theirs.
+// For the system "rabbitmq" this includes CC and BCC: on a second publish they would send
+// copies to queues that already got one.
 func isTransport(system, name string) bool {
 	return transport.mine(name) || system == "rabbitmq" && (name == "CC" || name == "BCC")
 }
 
-// Encode returns the headers of the dead letter of r in dialect d: the
-// original ones first, in their order and with their types, then those of the
-// dialect, then, for a dialect other than [Stormguard], the stormguard-* ones
-// for what it cannot carry. A dialect that is not [Dialect.Writable] is
-// written as Stormguard, so that nothing is lost; refuse it earlier, with
-// [Dialect.Validate].
+// Encode returns the headers of the dead letter of r in dialect d, in this order: the
+// original headers, unchanged; those of the dialect; and, for a dialect other than
+// [Stormguard], stormguard-* headers for fields that the dialect cannot carry. A dialect
+// that is not [Dialect.Writable] is written as Stormguard, so that nothing is lost. Refuse
+// it earlier, with [Dialect.Validate].
 //
-// Left out of the original headers are those of one passage of the message: x-death,
-// x-opt-deaths, x-first-death-*, x-last-death-*, x-delivery-count, x-acquired-count,
-// x-stream-offset and Nats-*, in any case, and CC and BCC from RabbitMQ. So is what an
-// earlier death or redrive left there in the same dialect or in stormguard-*
-// (except stormguard-original-traceparent): headers grow with each death
-// otherwise. Those of other dialects are kept as they are.
+// Encode leaves out original headers that describe one delivery: x-death, x-opt-deaths,
+// x-first-death-*, x-last-death-*, x-delivery-count, x-acquired-count, x-stream-offset and
+// Nats-*, in any case, and CC and BCC from RabbitMQ. It also leaves out headers of an
+// earlier death or redrive in the same dialect or in stormguard-*, since they would grow
+// with each death. It keeps stormguard-original-traceparent, and headers of other dialects.
 //
-// What is zero in r is not written. Values are strings, or []byte where the
-// dialect is binary, so that each broker can carry them. Key, Body and
-// Properties are not in the headers. The original values are shared, not
-// copied. One slice and one string per header are allocated.
+// Zero fields of r are not written. Values are strings, or []byte if the dialect is binary,
+// so that each broker can carry them. Key, Body and Properties are not in the headers. The
+// original values are shared, not copied. Encode allocates one slice, and one string for
+// each header.
 func Encode(r *Record, d Dialect) []Header {
 	g := grammarOf(d)
 	out := make([]Header, 0, len(r.Headers)+len(stormguardGrammar.fields)+2)
@@ -250,31 +246,30 @@ func Encode(r *Record, d Dialect) []Header {
 type headerError struct {
 	name  string
 	value any
-	want  string // what was expected
+	want  string // the expected format, for the error text
 }
 
 func (e *headerError) Error() string {
 	return fmt.Sprintf("dlq: header %s: %s: want %s", cut(e.name, 96), show(e.value), e.want)
 }
 
-// Decode reads the headers of a dead letter, whoever wrote it: it recognises
-// the dialect, puts what it tells into the record's fields, and leaves in
-// Headers the message's original ones, without those of one passage; see [Encode].
-// Where nothing is recognised, dialect is empty and Headers are all the
-// others. The caller adds Key, Body, and Timestamp if it is still zero.
+// Decode reads the headers of a dead letter that any library wrote. It recognises the
+// dialect and fills the record's fields from it. Record.Headers gets the original headers,
+// without those that describe one delivery; see [Encode]. If no dialect is recognised,
+// dialect is empty and Headers gets all other headers. The caller adds Key, Body, and
+// Timestamp if it is still zero.
 //
-// Text may come as a string or as bytes, numbers also as integers. Of headers
-// with one name the last counts. Names are compared exactly, but without
-// regard to case for the dialects that travel over NATS or HTTP (stormguard,
-// watermill, Wolverine, Knative). A record that stormguard wrote is read by its
-// own headers and those of the dialect it names; of others the most telling dialect
-// counts, and RabbitMQ's x-death fills in what
-// SpringAMQP, MassTransit, NServiceBus, Wolverine and Watermill do not tell.
+// Text may be a string or bytes; numbers may also be integers. Of headers with one name the
+// last counts. Names are compared exactly, but without regard to case for dialects on NATS
+// or HTTP (stormguard, watermill, Wolverine, Knative). A record of stormguard is read from
+// its own headers and those of the dialect that it names. Otherwise the most specific
+// dialect counts. RabbitMQ's x-death adds what SpringAMQP, MassTransit, NServiceBus,
+// Wolverine and Watermill do not carry.
 //
-// err joins an error for each value that cannot be read; everything else is decoded all
-// the same, and the header is put into Other. -1 stands
-// for unknown in Kafka's partitions, offsets and timestamps, and is no error.
-// Decode never panics, takes time linear in the headers and caps nothing.
+// err joins an error for each value that Decode cannot read. Such a header goes to Other,
+// and everything else is decoded. In Kafka's partitions, offsets and timestamps, -1 means
+// unknown and is no error. Decode never panics, takes time linear in the headers and limits
+// no size.
 func Decode(headers []Header) (r Record, dialect Dialect, err error) {
 	d := decoder{r: &r, headers: headers, state: make([]state, len(headers))}
 	for _, g := range grammars {

@@ -3,9 +3,9 @@
 
 package dlq
 
-// connectGrammar has no header for a consumer group; the connector's name is
-// read as one, since it tells two readers of a topic apart, but a group is not
-// written as a connector.
+// connectGrammar has no header for a consumer group. Decode reads the connector's name as
+// the group, since it distinguishes two readers of a topic. Encode does not write a group
+// as a connector.
 var connectGrammar = grammar{
 	dialect:   Connect,
 	system:    "kafka",

@@ -23,7 +23,7 @@ var smallRyeGrammar = grammar{
 	owns: []string{"dead-letter-cause"},
 }
 
-// karafkaGrammar asks for three names, since one alone may be anybody's.
+// karafkaGrammar requires three names, since any program may use one of them.
 var karafkaGrammar = grammar{
 	dialect:   karafka,
 	system:    "kafka",
@@ -38,7 +38,7 @@ var karafkaGrammar = grammar{
 	owns: []string{"source_trace_id"},
 }
 
-// watermillGrammar takes the handler as the group: it is who failed.
+// watermillGrammar reads the handler as the group: the handler is what failed.
 var watermillGrammar = grammar{
 	dialect:   watermill,
 	fold:      true,
@@ -53,8 +53,7 @@ var watermillGrammar = grammar{
 	broker: true,
 }
 
-// massTransitGrammar counts what was tried again, and leaves the count out
-// where nothing was.
+// massTransitGrammar reads a number of retries. MassTransit omits it if there was no retry.
 var massTransitGrammar = grammar{
 	dialect:   massTransit,
 	signature: [][]string{{"MT-Reason", "MT-Fault-*"}},
@@ -106,8 +105,8 @@ var wolverineGrammar = grammar{
 	broker: true,
 }
 
-// knativeGrammar takes the address that failed as the group. The attributes
-// are called ce_… on Kafka and Ce-… over HTTP.
+// knativeGrammar reads the failed address as the group. The attributes are called ce_... on
+// Kafka and Ce-... over HTTP.
 var knativeGrammar = grammar{
 	dialect: knative,
 	fold:    true,
@@ -128,7 +127,7 @@ var knativeGrammar = grammar{
 	},
 }
 
-// cronsumerGrammar asks for two names: x-retry-count alone is a common choice.
+// cronsumerGrammar requires two names: x-retry-count alone is common in other programs.
 var cronsumerGrammar = grammar{
 	dialect:   cronsumer,
 	system:    "kafka",
@@ -153,14 +152,14 @@ var springAMQPGrammar = grammar{
 	broker: true,
 }
 
-// The reasons of x-death that decide which of its entries counts.
+// The reasons in x-death that decide which of its entries is the source.
 const (
 	reasonRejected Reason = "rejected"
 	reasonExpired  Reason = "expired"
 )
 
-// rabbitMQGrammar reads the single headers first: x-death, where it is there,
-// knows better.
+// rabbitMQGrammar reads the single headers first. Then x-death, which is more exact,
+// overwrites them if it is there.
 var rabbitMQGrammar = grammar{
 	dialect:   rabbitMQ,
 	system:    "rabbitmq",
@@ -176,9 +175,8 @@ var rabbitMQGrammar = grammar{
 	hook: readDeaths,
 }
 
-// fillFromBroker adds what RabbitMQ knows to what the dialect left open. Why
-// the message is dead the dialect knows alone: the broker's word is about
-// earlier rounds through its retry queues.
+// fillFromBroker fills fields that the dialect left empty from RabbitMQ's headers, but not
+// Reason: the broker's reason may concern an earlier round through a retry queue.
 func (d *decoder) fillFromBroker() {
 	whole := d.r
 	var b Record
@@ -206,12 +204,11 @@ func orElse[T comparable](at *T, v T) {
 	}
 }
 
-// readDeaths reads x-death: one table for each queue and reason, the latest
-// first, each with the time of the first death there and their number.
+// readDeaths reads x-death: one table for each queue and reason, the latest first, with the
+// number of deaths there and the time of the first.
 //
-// The source is the queue of the latest death that was not by expiry, since
-// expiry is how messages leave a retry queue. Rejections count as attempts:
-// somebody had them in hand.
+// The source is the queue of the latest death that was not an expiry, since messages leave
+// a retry queue by expiry. Rejections count as attempts: a consumer had the message.
 func readDeaths(d *decoder, g *grammar) {
 	i := d.last(g, "x-death")
 	if i < 0 {
@@ -266,7 +263,8 @@ type death struct {
 	count                int64
 }
 
-// readDeath takes what can be read; ok is false if anything could not.
+// readDeath returns all values that it can read; ok is false if it could not read one of
+// them.
 func readDeath(t map[string]any) (x death, ok bool) {
 	ok = true
 	str := func(name string) (s string) {

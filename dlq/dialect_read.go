@@ -17,7 +17,7 @@ import (
 	"unicode/utf8"
 )
 
-// slot is one thing a dialect can tell about a record.
+// slot is one fact about a record that a dialect can carry.
 type slot int
 
 const (
@@ -55,7 +55,7 @@ const (
 	slots
 )
 
-// value is what a slot holds; which field counts is the slot's matter.
+// value is the value of a slot. The slot decides which field is used.
 type value struct {
 	s       string
 	n       int64
@@ -63,18 +63,18 @@ type value struct {
 	t       time.Time
 	history []Attempt
 
-	unknown bool // the header says that it does not know
+	unknown bool // the header says that the value is unknown
 }
 
 type slotAccess struct {
-	get func(*Record) (v value, ok bool) // false: nothing to write
+	get func(*Record) (v value, ok bool) // ok is false if there is nothing to write
 	set func(*Record, value)
 
-	// max is the largest number allowed; 0 for slots that hold none.
+	// max is the largest allowed number; 0 for slots without a number.
 	max int64
 
-	// also are the slots that need not be written once this one is; nil means
-	// itself.
+	// also are the slots that need not be written once this one is; nil means this slot
+	// only.
 	also []slot
 }
 
@@ -203,20 +203,20 @@ var slotTable = [slots]slotAccess{
 	},
 }
 
-// codec is how a dialect spells a value.
+// codec is the format of a value in a dialect.
 type codec struct {
-	// want says what decode expects; a number's range is added.
+	// want describes the format that decode expects. Error texts add the range of a number.
 	want string
 
-	// encode returns nil where the spelling has no word for v, and exact if
-	// decode would give all of v back. It is nil in dialects only read.
+	// encode returns a nil out if the format cannot express v. exact says that decode would
+	// return all of v. encode is nil in dialects that are only read.
 	encode func(v value) (out any, exact bool)
 
-	// decode reports whether in is well formed; the range is the slot's.
+	// decode reports whether in is well formed. The slot checks the range.
 	decode func(in any) (value, bool)
 }
 
-// spelled makes a decode function of one that reads text.
+// spelled makes a decode function from a parser of text.
 func spelled(parse func(string) (value, bool)) func(any) (value, bool) {
 	return func(in any) (value, bool) {
 		s, ok := asText(in)
@@ -227,7 +227,7 @@ func spelled(parse func(string) (value, bool)) func(any) (value, bool) {
 	}
 }
 
-// number wraps a decode function so that integers of any type pass too.
+// number wraps a decode function so that it also accepts integers of any type.
 func number(decode func(any) (value, bool)) func(any) (value, bool) {
 	return func(in any) (value, bool) {
 		if n, ok := asInt(in); ok {
@@ -237,7 +237,7 @@ func number(decode func(any) (value, bool)) func(any) (value, bool) {
 	}
 }
 
-// asTime wraps a decode function so that AMQP's own timestamps pass too.
+// asTime wraps a decode function so that it also accepts AMQP's own timestamps.
 func asTime(decode func(any) (value, bool)) func(any) (value, bool) {
 	return func(in any) (value, bool) {
 		if t, ok := in.(time.Time); ok {
@@ -252,7 +252,7 @@ func parseDecimal(s string) (value, bool) {
 	return value{n: n}, err == nil
 }
 
-// millis reads a Unix time in milliseconds; -1 is Kafka's unknown.
+// millis reads a Unix time in milliseconds; Kafka's -1 means unknown.
 func millis(v value, ok bool) (value, bool) {
 	const most = 253402300799999 // the end of the year 9999
 	if !ok || v.n < -1 || v.n > most {
@@ -273,9 +273,9 @@ func bigEndian(size int) func(any) (value, bool) {
 	}))
 }
 
-// either reads digits as decimal and anything else as big-endian, for headers
-// that are written both ways; no topic has as many partitions or offsets as
-// four or eight digits would make in binary.
+// either reads digits as decimal and anything else as big-endian, for headers that exist in
+// both formats. They do not collide: ASCII digits read as binary would be a larger
+// partition or offset than any topic has.
 func either(size int) func(any) (value, bool) {
 	binary := bigEndian(size)
 	return func(in any) (value, bool) {
@@ -359,8 +359,8 @@ var (
 			return value{s: s}, ok
 		},
 	}
-	// maybeBase64 reads text that is base64, possibly cut off, or plain: many a plain
-	// word is base64 too, but of no text.
+	// maybeBase64 reads text that is plain or base64; the base64 may be cut off. Many plain
+	// words are valid base64, but do not decode to text.
 	maybeBase64 = codec{
 		want: "text",
 		decode: spelled(func(s string) (value, bool) {
@@ -378,18 +378,18 @@ var (
 	}
 )
 
-// isText tells whether s is UTF-8 without control characters but white space.
+// isText reports whether s is UTF-8 without control characters other than white space.
 func isText(s string) bool {
 	return utf8.ValidString(s) && !strings.ContainsFunc(s, func(r rune) bool {
 		return unicode.IsControl(r) && !unicode.IsSpace(r)
 	})
 }
 
-// cutLeast is the length from which text may have been cut off within a character;
-// a single word ends with half of one only if it is no text.
+// cutLeast is the smallest length in bytes at which a text may have been cut inside a
+// character. A shorter text that ends with part of a character is no text.
 const cutLeast = 64
 
-// withoutCut is long text without the half of a character that it ends with.
+// withoutCut removes an incomplete character from the end of a long text.
 func withoutCut(s string) string {
 	for n := 1; len(s) >= cutLeast && n < utf8.UTFMax; n++ {
 		if tail := s[len(s)-n:]; utf8.RuneStart(tail[0]) {
@@ -402,23 +402,23 @@ func withoutCut(s string) string {
 	return s
 }
 
-// state is what became of a header.
+// state says whether Decode read a header.
 type state uint8
 
 const (
 	stateUnread state = iota
-	stateRead         // its value is in the record
-	stateBad          // its value cannot be read
+	stateRead         // the value was read
+	stateBad          // the value cannot be read
 )
 
 type decoder struct {
 	r       *Record
 	headers []Header
 	state   []state
-	in      []*grammar // those that were read
+	in      []*grammar // the grammars that read was called with
 	errs    []error
 
-	// leftBy is why x-death says the message left the source it tells.
+	// leftBy is the reason in x-death for which the message left its source.
 	leftBy Reason
 }
 
@@ -470,7 +470,7 @@ func (d *decoder) read(g *grammar) {
 	}
 }
 
-// rest sorts out the headers that no slot took.
+// rest puts the headers that no slot took into Other or Headers, or drops them.
 func (d *decoder) rest() {
 	for i, h := range d.headers {
 		mine := false

@@ -3,10 +3,10 @@
 
 package dlq
 
-// Spring adds its headers to those already there, and its consumers take the
-// last of each. The type it names first is that of its own listener
-// exception; the cause's is the one that tells. kafka_dlt-original-timestamp-type
-// is not written, since no record knows it.
+// springWrittenGrammar is what Encode writes. Spring adds its headers to existing ones, and
+// its consumers read the last of each. Spring's first type is that of its own listener
+// exception; the type of the cause is the useful one. kafka_dlt-original-timestamp-type is
+// not written, since a Record has no such field.
 var springWrittenGrammar = grammar{
 	dialect: Spring,
 	fields: []field{
@@ -23,7 +23,7 @@ var springWrittenGrammar = grammar{
 	owns: []string{"kafka_dlt-*"},
 }
 
-// springGrammar reads what Spring itself writes, which is more: failures to
+// springGrammar reads what Spring writes. That is more than Encode writes: failures to
 // deserialise the key, and the count of its retry topics.
 var springGrammar = grammar{
 	dialect:   Spring,
@@ -39,8 +39,8 @@ var springGrammar = grammar{
 	owns: []string{"kafka_dlt-*", "retry_topic-backoff-timestamp"},
 }
 
-// originalTopicGrammar is Spring Cloud Stream's, where numbers are big-endian,
-// and that of many who write by hand, where they are decimal.
+// originalTopicGrammar is for Spring Cloud Stream, with big-endian numbers, and for headers
+// that users write themselves, with decimal numbers.
 var originalTopicGrammar = grammar{
 	dialect:   originalTopic,
 	system:    "kafka",

@@ -10,17 +10,16 @@ import (
 	"unicode/utf8"
 )
 
-// Names that the code needs; all begin with stormguard-, none with x-,
-// which RabbitMQ and others keep for themselves.
+// Header names that the code uses. All begin with stormguard-. None begins with x-, which
+// RabbitMQ and others reserve.
 const (
-	// redriveIDHeader and redrivesHeader go with a message that is sent back
-	// to its source.
+	// redriveIDHeader and redrivesHeader are set on a message that is sent back to its
+	// source.
 	redriveIDHeader = "stormguard-redrive-id"
 	redrivesHeader  = "stormguard-redrives"
 
-	// originalTraceHeader keeps the trace of the first death through a
-	// redrive, which starts a trace of its own. It counts as one of the
-	// message's own headers.
+	// originalTraceHeader keeps the trace of the first death, because a redrive starts a
+	// new trace. Decode treats it as one of the original headers.
 	originalTraceHeader = "stormguard-original-traceparent"
 
 	versionHeader = "stormguard-version"
@@ -108,7 +107,7 @@ var (
 	}
 )
 
-// written returns the grammar a record of ours was written in.
+// written returns the grammar in which stormguard wrote the record.
 func (d *decoder) written() *grammar {
 	g := &stormguardGrammar
 	i := d.last(g, versionHeader)
@@ -131,7 +130,7 @@ func (d *decoder) written() *grammar {
 
 const hexDigits = "0123456789abcdef"
 
-// escape makes s fit for any broker's text header.
+// escape makes s valid for a text header of any broker.
 func escape(s string) string {
 	if plain(s) {
 		return s
@@ -186,7 +185,7 @@ func plainUnicode(s string) bool {
 	return utf8.ValidString(s) && s[0] != ' ' && s[len(s)-1] != ' '
 }
 
-// unescape undoes escape; an escape it does not know stays as it is.
+// unescape undoes escape. An unknown escape stays as it is.
 func unescape(s string) string {
 	i := strings.IndexByte(s, '\\')
 	if i < 0 {

@@ -1,18 +1,18 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package dlq has what is written of a dead letter, how it is written, and the settings
-// that say when.
+// Package dlq describes dead letters: their content, their headers, and the settings that
+// decide when a message becomes one.
 //
-// A [Record] is a dead letter: the message as it came, where it came from, and what
-// happened to it. It travels as headers in one of several dialects, so that tools made
-// for other libraries can read it, and theirs can be read here: [Encode] and [Decode]. A
-// [Writer] puts it where dead letters are kept.
+// A [Record] is a dead letter: the original message, its origin, and what happened to it.
+// [Encode] writes a record as message headers in one of several dialects, so that tools
+// made for other libraries can read it. [Decode] reads these dialects and those of other
+// libraries. A [Writer] stores records.
 //
-// A [StormConfig] says when a storm is called, in which nothing is dead-lettered, and a
-// [Storm] what was seen of it. A [BudgetConfig] bounds what may be dead-lettered at all:
-// the storm takes a minute to be sure of, the budget does not. A [Quarantine] holds the
-// rules that keep messages from the handler.
+// A [StormConfig] holds the thresholds of a storm, and a [Storm] the measured values. A
+// [BudgetConfig] limits the number of dead letters. The budget works at once; the detection
+// of a storm takes a minute. A [Quarantine] holds rules: messages that match one are not
+// handled.
 //
 // The package knows no broker and imports the standard library only.
 package dlq

@@ -10,18 +10,17 @@ import (
 	"time"
 )
 
-// A Header is one header of a message. Names repeat and order counts, as on
-// Kafka and NATS; where a broker keeps a table, as RabbitMQ does, the adapter
-// chooses an order and keeps to it.
+// A Header is one header of a message. Names may repeat, and order counts, as on Kafka and
+// NATS. For a broker with a table of headers, such as RabbitMQ, the adapter chooses an
+// order and never changes it.
 type Header struct {
 	Name string
 
-	// Value keeps the type the broker gave it. It is one of: nil, string,
-	// []byte, bool, int8, int16, int32, int64, int, uint8, uint16, uint32,
-	// uint64, float32, float64, [time.Time], [Decimal], []any and
-	// map[string]any of these. [Header.Validate] tells. Which of them a broker
-	// can carry is its adapter's matter: Kafka carries bytes, NATS text,
-	// RabbitMQ nearly all.
+	// Value has the type that the broker gave it. It is one of: nil, string, []byte, bool,
+	// int8, int16, int32, int64, int, uint8, uint16, uint32, uint64, float32, float64,
+	// [time.Time], [Decimal], and []any or map[string]any of these. [Header.Validate]
+	// checks this. The adapter knows which types its broker can carry: Kafka carries bytes,
+	// NATS text, RabbitMQ nearly all.
 	Value any
 }
 
@@ -32,10 +31,10 @@ type Decimal struct {
 	Unscaled int32
 }
 
-// maxDepth is how deep tables and lists may nest in a header value.
+// maxDepth is the maximum depth of nested tables and lists in a header value.
 const maxDepth = 32
 
-// Validate reports a value of a type that [Header] does not list, or one
+// Validate returns an error for a value whose type [Header] does not list, or that is
 // nested more than 32 deep. It walks the value once.
 func (h Header) Validate() error {
 	if _, bad := valueSize(h.Value, 0); bad != "" {
@@ -45,9 +44,8 @@ func (h Header) Validate() error {
 	return nil
 }
 
-// Lookup returns the value of the last header called name, which is the one
-// that counts where names repeat. Names are compared without regard to case,
-// since NATS and HTTP may rewrite it. It allocates nothing.
+// Lookup returns the value of the last header with this name: where names repeat, the last
+// one counts. It ignores case, since NATS and HTTP may change it. It allocates nothing.
 func Lookup(headers []Header, name string) (value any, ok bool) {
 	for _, header := range slices.Backward(headers) {
 		if strings.EqualFold(header.Name, name) {
@@ -57,8 +55,7 @@ func Lookup(headers []Header, name string) (value any, ok bool) {
 	return nil, false
 }
 
-// LookupText is [Lookup] for a header that holds text, as a string or as
-// bytes; ok is false for any other type.
+// LookupText is [Lookup] for text: a string or bytes. For any other type, ok is false.
 func LookupText(headers []Header, name string) (text string, ok bool) {
 	v, ok := Lookup(headers, name)
 	if !ok {
@@ -102,8 +99,8 @@ func asInt(v any) (int64, bool) {
 	return 0, false
 }
 
-// valueSize estimates the bytes a value takes on the wire; bad names the
-// first type, if any, that a header may not hold.
+// valueSize estimates the bytes of a value on the wire. bad names the first type that a
+// header may not hold, if there is one.
 func valueSize(v any, depth int) (size int, bad string) {
 	if depth > maxDepth {
 		return 0, fmt.Sprintf("%T nested too deep", v)

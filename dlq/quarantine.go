@@ -10,32 +10,32 @@ import (
 	"time"
 )
 
-// A Rule says which messages a quarantine is about. It is a plain value.
+// A Rule says which messages are in quarantine. It is a plain value.
 type Rule struct {
 	Kind RuleKind
 
-	// Header is the header's name, with RuleHeader only.
+	// Header is the header's name. It is set for RuleHeader only.
 	Header string
 
-	// Value is the key, the header's value, or the ID of the [Cause]. It is compared
-	// byte by byte.
+	// Value is the key, the header's value, or the ID of the [Cause]. It is compared byte
+	// by byte.
 	Value string
 }
 
-// RuleKind is what of a message a [Rule] compares.
+// RuleKind says which part of a message a [Rule] compares.
 type RuleKind string
 
-// The kinds.
+// The kinds of rules.
 const (
 	RuleKey    RuleKind = "key"    // the message's key
-	RuleHeader RuleKind = "header" // one of its headers, such as a tenant's name
-	RuleCause  RuleKind = "cause"  // the cause of its latest failure, if that was no error of the dependency
+	RuleHeader RuleKind = "header" // one of the message's headers, such as a tenant's name
+	RuleCause  RuleKind = "cause"  // the cause of the message's latest failure, unless that was an error of the dependency
 )
 
 const (
-	// maxRule is how many bytes Header and Value of a [Rule] may have together.
+	// maxRule is the largest length of Header and Value of a [Rule] together, in bytes.
 	maxRule = 256
-	// MaxQuarantineFor is how long an entry may last. It can be set again.
+	// MaxQuarantineFor is the longest duration of an entry. An entry can be set again.
 	MaxQuarantineFor = 7 * 24 * time.Hour
 
 	maxQuarantineBy  = 64
@@ -43,7 +43,8 @@ const (
 	quarantineFor    = 24 * time.Hour
 )
 
-// String is the rule as [ParseRule] reads it: key=K, header:NAME=VALUE or cause=ID.
+// String returns the rule in the format of [ParseRule]: key=K, header:NAME=VALUE or
+// cause=ID.
 func (r Rule) String() string {
 	if r.Kind == RuleHeader {
 		return string(r.Kind) + ":" + r.Header + "=" + r.Value
@@ -51,7 +52,7 @@ func (r Rule) String() string {
 	return string(r.Kind) + "=" + r.Value
 }
 
-// ParseRule reads what [Rule.String] writes. The error is [ErrQuarantine].
+// ParseRule parses the format of [Rule.String]. Its errors are [ErrQuarantine].
 func ParseRule(text string) (Rule, error) {
 	what, value, ok := strings.Cut(text, "=")
 	kind, header, named := strings.Cut(what, ":")
@@ -64,7 +65,7 @@ func ParseRule(text string) (Rule, error) {
 
 func (k RuleKind) known() bool { return k == RuleKey || k == RuleHeader || k == RuleCause }
 
-// Validate says what is wrong with the rule, with an [ErrQuarantine].
+// Validate returns an [ErrQuarantine] that says what is wrong with the rule, or nil.
 func (r Rule) Validate() error {
 	n := len(r.Header) + len(r.Value)
 	switch {
@@ -86,18 +87,19 @@ func (r Rule) Validate() error {
 // value and what is allowed.
 var ErrQuarantine = errors.New("dlq: quarantine")
 
-// A QuarantineEntry is a rule that is in force, who set it, until when, and why.
+// A QuarantineEntry is a rule in force, with its author, its reason and its end.
 type QuarantineEntry struct {
 	Rule Rule
 
-	// By is who set it, in up to 64 bytes; Why is for people, up to 128.
+	// By is who set the rule, up to 64 bytes. Why is the reason, for people, up to 128
+	// bytes.
 	By, Why string
 
-	// At is when it was set: now, if unset.
+	// At is when the rule was set; default now.
 	At time.Time
 
-	// Until is when it ends by itself, at most 7 days from now. Unset means 24 h
-	// after At.
+	// Until is when the rule ends by itself, at most 7 days from now; default 24 h after
+	// At.
 	Until time.Time
 }
 
@@ -112,8 +114,8 @@ func (e QuarantineEntry) WithDefaults(now time.Time) QuarantineEntry {
 	return e
 }
 
-// Validate reports everything that is wrong with e at once, as an error that is
-// [ErrQuarantine], or nil. Unset fields are judged as their defaults.
+// Validate reports everything that is wrong with e, all at once, as an [ErrQuarantine], or
+// nil. Unset fields are checked as their defaults.
 func (e QuarantineEntry) Validate(now time.Time) error {
 	e = e.WithDefaults(now)
 	errs := []error{e.Rule.Validate()}
@@ -129,23 +131,23 @@ func (e QuarantineEntry) Validate(now time.Time) error {
 	return errors.Join(errs...)
 }
 
-// A Quarantine is a list of rules. A guard dead-letters, unhandled, the messages that
-// match one, and handles all others. All methods are safe for concurrent use and do no
-// I/O. A guard has one of its own; a fleet has one that all its processes
-// share. A list has 10,000 entries at most.
+// A Quarantine is a list of rules. A guard dead-letters messages that match a rule, without
+// handling them. All methods are safe for concurrent use and do no I/O. A guard has its own
+// list; a fleet has one that all its processes share. A list has at most 10,000 entries.
 type Quarantine interface {
-	// Add sets a rule, or replaces what was said of it. The error is [ErrQuarantine]:
-	// what is wrong with the entry, or that the list is full.
+	// Add sets a rule, or replaces its entry. An error is [ErrQuarantine]: the entry is
+	// wrong, or the list is full.
 	Add(e QuarantineEntry) error
 
-	// Remove takes a rule off the list; by is who does. It is no error if the rule is
-	// not on the list here: another process may have set it, unheard yet.
+	// Remove removes a rule; by is the person who removes it. It returns no error for a
+	// rule that this list does not have: another process may have set it, and this process
+	// may not know it yet.
 	Remove(r Rule, by string) error
 
-	// Entries are those in force, the oldest first.
+	// Entries returns the entries in force, the oldest first.
 	Entries() []QuarantineEntry
 
-	// Watch has f called after each change until stop is called. f must not wait, nor
-	// call the list. That an entry's time is over is no change.
+	// Watch calls f after each change until stop is called. f must not block or call the
+	// list. The expiry of an entry is no change.
 	Watch(f func()) (stop func())
 }

@@ -14,26 +14,26 @@ import (
 	"unicode/utf8"
 )
 
-// Record is one dead letter: the message as it was, and why it is here.
+// Record is one dead letter: the original message, and why it died.
 //
-// [Encode] turns all but Key, Body, Timestamp's native form and Properties
-// into headers; the [Writer] puts those four where its broker keeps them. A
-// Record is a plain value: it has no lock, and copies share slices.
+// [Encode] turns a Record into headers, except Key, Body, Properties and the broker's own
+// timestamp. The [Writer] stores those four where its broker keeps them. A Record is a
+// plain value: it has no lock, and copies share slices.
 type Record struct {
 	// Key and Body are the message's own bytes. Key is nil where the broker
 	// has no keys.
 	Key, Body []byte
 
-	// Headers are the message's own, with the broker's types, in order,
-	// duplicates kept.
+	// Headers are the original headers, with the broker's types, in order. Duplicates are
+	// kept.
 	Headers []Header
 
-	// Properties are what the broker carries beside the headers, such as
-	// AMQP's content-type and correlation-id, under the broker's names. Encode
-	// leaves them to the writer of the same broker; Decode does not fill them.
+	// Properties are the broker's fields outside the headers, such as AMQP's content-type
+	// and correlation-id, under the broker's names. Encode leaves them to the writer of the
+	// same broker. Decode does not fill them.
 	Properties []Header
 
-	// Timestamp is the original message's own; zero if the broker gave none.
+	// Timestamp is the original message's timestamp; zero if the broker gave none.
 	Timestamp time.Time
 
 	// Origin says where the message was.
@@ -43,49 +43,48 @@ type Record struct {
 	// failed attempt; zero if unknown.
 	FirstFailed, LastFailed time.Time
 
-	// Attempts counts the calls of the handler that are known of. Decode may
-	// find only a lower bound.
+	// Attempts is the number of known calls of the handler. After Decode it may be only a
+	// lower bound.
 	Attempts int
 
-	// Deliveries is the broker's own count, which also rises for messages that
-	// no handler saw; 0 if unknown.
+	// Deliveries is the broker's own count; 0 if unknown. It also counts deliveries that no
+	// handler saw.
 	Deliveries int
 
 	// Error is the last error.
 	Error ErrorInfo
 
-	// History is the first attempt and the last few, oldest first.
+	// History holds the first failed attempt and the latest few, oldest first.
 	History []Attempt
 
-	// Cause is the group this record belongs to.
+	// Cause is the group of similar failures that this record belongs to.
 	Cause Cause
 
-	// Permanent says that the handler itself called the message hopeless.
+	// Permanent is set if the handler itself declared the message hopeless.
 	Permanent bool
 
-	// Reason says what made it a dead letter.
+	// Reason is why the message became a dead letter.
 	Reason Reason
 
 	// TraceParent and TraceState are the W3C trace context of the original
 	// message, as found in Headers. Encode does not write them a second time.
 	TraceParent, TraceState string
 
-	// RedriveID names the redrive that last brought the message back, and
-	// Redrives counts them.
+	// RedriveID names the latest redrive of the message, and Redrives is the number of its
+	// redrives.
 	RedriveID string
 	Redrives  int
 
-	// Other are dead-letter headers that Decode recognised as such but that
-	// no field above stands for, and those whose value it could not read.
-	// Encode does not write them.
+	// Other are dead-letter headers that Decode recognised, but that have no field above or
+	// a value that Decode cannot read. Encode does not write them.
 	Other []Header
 }
 
-// Origin is the place a message had at its broker. Unset parts are unknown or
-// do not apply.
+// Origin is the position of a message at its broker. An unset field is unknown or does not
+// apply.
 type Origin struct {
-	// System is OpenTelemetry's messaging.system where it has one: "kafka",
-	// "rabbitmq", "nats".
+	// System is "kafka", "rabbitmq" or "nats": the value of OpenTelemetry's
+	// messaging.system, if OpenTelemetry has one for the broker.
 	System string
 
 	// Source is the topic, queue or stream.
@@ -94,94 +93,92 @@ type Origin struct {
 	// Subject is the NATS subject or the AMQP routing key.
 	Subject string
 
-	// Exchange is AMQP's; empty is the default exchange.
+	// Exchange is the AMQP exchange; empty means the default exchange.
 	Exchange string
 
-	// Group is the consumer group, the durable consumer, or whatever else
-	// tells two readers of one source apart.
+	// Group is the consumer group, the durable consumer, or another name that distinguishes
+	// two readers of one source.
 	Group string
 
-	// Partition counts only if HasPartition is set, since 0 is a partition.
+	// Partition is valid only if HasPartition is set, since 0 is a partition.
 	Partition    int32
 	HasPartition bool
 
-	// Offset is the position in a Kafka partition or a RabbitMQ stream. It
-	// counts only if HasOffset is set.
+	// Offset is the position in a Kafka partition or a RabbitMQ stream. It is valid only if
+	// HasOffset is set.
 	Offset    int64
 	HasOffset bool
 
-	// Sequence is the position in a JetStream stream, from 1; 0 is none.
+	// Sequence is the position in a JetStream stream, from 1; 0 means none.
 	Sequence uint64
 
-	// MessageID names the message where the broker gives no position: AMQP's
-	// message-id. An adapter without one may set an id of its own making, and
-	// then recognises only its own repeats.
+	// MessageID identifies the message if the broker gives no position. It is AMQP's
+	// message-id. If the message has none, an adapter may set an id that it makes itself,
+	// which then identifies only repeats from the same adapter.
 	MessageID string
 }
 
 // ErrorInfo is an error as text.
 type ErrorInfo struct {
-	// Type is the most telling type in the error's chain, with its import
-	// path; see [DescribeError].
+	// Type is the most specific type in the error's chain, with its import path; see
+	// [DescribeError].
 	Type string
 
-	// Wrapper is the outer type where a foreign dialect tells it apart from
-	// the cause's. DescribeError leaves it empty.
+	// Wrapper is the type of the outer error, if a foreign dialect has both it and the type
+	// of the cause. DescribeError leaves it empty.
 	Wrapper string
 
 	Message string
 
-	// Stack is set for panics, and where a foreign dialect carries one.
+	// Stack is the stack trace: of a panic, or from a foreign dialect that carries one.
 	Stack string
 }
 
 // Attempt is one failed call of the handler.
 type Attempt struct {
-	N       int       // 1 is the first
-	At      time.Time // wall time of its end
+	N       int       // the number of the attempt, from 1
+	At      time.Time // wall time of the attempt's end
 	Type    string    // as ErrorInfo.Type
-	Message string    // as ErrorInfo.Message, cut short
+	Message string    // as ErrorInfo.Message, shortened
 }
 
-// Reason is what made a message a dead letter. Values not listed come from other
-// versions, or from a broker that has a word of its own: RabbitMQ's x-death says
-// "rejected", "expired", "maxlen" or "delivery_limit", and JetStream's advisories become
-// "max-deliver", no delivery left, or "terminated" by a consumer.
+// Reason is why a message became a dead letter. Values that are not listed here come from
+// other versions or from a broker. RabbitMQ's x-death says "rejected", "expired", "maxlen"
+// or "delivery_limit". JetStream's advisories become "max-deliver" (no delivery is left) or
+// "terminated" (by a consumer).
 type Reason string
 
 // The reasons a guard gives.
 const (
-	ReasonAttempts     Reason = "attempts"      // attempts used up
-	ReasonPermanent    Reason = "permanent"     // the handler said so
-	ReasonPoisonHead   Reason = "poison-head"   // it blocked the head of a source whose breaker could not close
-	ReasonGuess        Reason = "guess"         // nothing proved it to be at fault: it failed alone, and nothing came for long
-	ReasonLastDelivery Reason = "last-delivery" // the broker would have dropped it after this delivery
-	ReasonOperator     Reason = "operator"      // by hand
-	ReasonQuarantine   Reason = "quarantine"    // it matches a rule of the [Quarantine]
+	ReasonAttempts     Reason = "attempts"      // all attempts are used up
+	ReasonPermanent    Reason = "permanent"     // the handler declared the message hopeless
+	ReasonPoisonHead   Reason = "poison-head"   // the message blocked the head of a source whose breaker could not close
+	ReasonGuess        Reason = "guess"         // no proof: only this message failed, and no other message came for long
+	ReasonLastDelivery Reason = "last-delivery" // the broker would have dropped the message after this delivery
+	ReasonOperator     Reason = "operator"      // an operator dead-lettered the message
+	ReasonQuarantine   Reason = "quarantine"    // the message matches a rule of the [Quarantine]
 )
 
-// maxID keeps an ID inside an AMQP short string (255 bytes) with room to
-// spare for a prefix.
+// maxID keeps an ID inside an AMQP short string (255 bytes), with room for a prefix.
 const maxID = 200
 
-// ID returns the identity of the dead letter, the same each time the same
-// message dies in the same group: to be used as a broker's message id and to
-// recognise twins. It is made from the origin alone: system, source, group,
-// partition, and offset or sequence, for example
+// ID returns the identity of the dead letter. It is the same each time the same message
+// dies in the same group. Use it as the broker's message id, and to recognise duplicates.
+// It is made of the origin only: system, source, group, partition, and offset or sequence,
+// for example
 //
 //	kafka/orders/billing/3/o1042
 //
-// Separators inside a part are percent-encoded, so that two origins never
-// share an ID. Above 200 bytes the tail is replaced by a digest.
+// Separators inside a part are percent-encoded, so that two origins never share an ID.
+// Above 200 bytes the end is replaced by a digest.
 //
-// Without a position the message id stands in its place, joined with the
-// number of redrives and a digest of key and body, since a message id is the
-// publisher's word and may repeat. With neither, ID is empty: such a record
-// cannot be recognised and must never be taken for the twin of another.
+// Without a position, ID uses the message id, the number of redrives, and a digest of key
+// and body: publishers choose message ids, and these may repeat. Without both, ID is empty.
+// Such a record cannot be recognised and must never be treated as a duplicate.
 //
-// A topic that was deleted and made anew counts its offsets from 0 again and
-// repeats IDs. The cost is one string, and a SHA-256 of the body only where
-// the message id is used.
+// IDs repeat if a topic is deleted and created again, because its offsets start at 0. ID
+// allocates one string. It computes a SHA-256 of key and body only if it uses the message
+// id.
 func (r *Record) ID() string {
 	o := &r.Origin
 	var place string
@@ -212,8 +209,8 @@ func (r *Record) ID() string {
 	return id
 }
 
-// escapePart keeps what is printable ASCII and not a separator; "-" alone
-// stands for nothing.
+// escapePart percent-encodes all but printable ASCII, and the separators. An empty part
+// becomes "-".
 func escapePart(s string) string {
 	if s == "" {
 		return "-"
@@ -233,7 +230,7 @@ func escapePart(s string) string {
 	return b.String()
 }
 
-// What a record carries of an error, in bytes of UTF-8; type names can be long where
+// Limits of an error's texts in a record, in bytes of UTF-8. Type names can be long if
 // types are generic.
 const (
 	maxType    = 256
@@ -242,18 +239,19 @@ const (
 )
 
 const (
-	// headerOverhead and recordOverhead are what framing costs on the wire;
-	// the three brokers need less.
+	// headerOverhead and recordOverhead are the bytes of framing on the wire. All three
+	// brokers need less.
 	headerOverhead = 8
 	recordOverhead = 128
 
-	// trimSlack is what TrimFor cuts beyond what it is asked for.
+	// trimSlack is the number of bytes that TrimFor cuts in addition to what the error asks
+	// for.
 	trimSlack = 64
 )
 
-// Size estimates the bytes r takes at a broker in the default dialect, framing
-// included. It is meant to err on the large side, by a few hundred bytes; the
-// other dialects differ by less than that. It costs one [Encode].
+// Size estimates the bytes of r at a broker in the default dialect, with framing. The
+// estimate is a few hundred bytes too large on purpose; the other dialects differ by less
+// than that. Size costs one [Encode].
 func (r *Record) Size() int {
 	n := recordOverhead + len(r.Key) + len(r.Body)
 	for _, list := range [][]Header{Encode(r, Stormguard), r.Properties} {
@@ -265,7 +263,7 @@ func (r *Record) Size() int {
 	return n
 }
 
-// trims are the steps of Trim, least missed first.
+// trims are the steps of Trim, the least important data first.
 var trims = []func(*Record){
 	func(r *Record) { r.Error.Stack = capText(r.Error.Stack, 2048) },
 	func(r *Record) { r.Error.Stack = "" },
@@ -281,12 +279,11 @@ var trims = []func(*Record){
 	func(r *Record) { r.Cause.Title = "" },
 }
 
-// Trim shrinks r in place until [Record.Size] is at most size bytes, and
-// reports whether it is. It drops, in this order and only as far as needed:
-// most of the stack, the stack, the middle of the history, the history, most
-// of the error text, most of the cause's title, the error text, the title.
-// Key, body, original headers, origin, counts, times and the cause's id are
-// never touched. The same record and size give the same result.
+// Trim shrinks r in place until [Record.Size] is at most size bytes. It returns false if r
+// is still larger. It drops, in this order and only as far as needed: most of the stack,
+// the stack, the middle of the history, the history, most of the error text, most of the
+// cause's title, the error text, the title. Key, body, original headers, origin, counts,
+// times and the cause's id never change. The same record and size give the same result.
 func (r *Record) Trim(size int) bool {
 	for _, trim := range trims {
 		if r.Size() <= size {
@@ -299,7 +296,7 @@ func (r *Record) Trim(size int) bool {
 
 const ellipsis = "…"
 
-// cut shortens s to at most n bytes, between characters where it is UTF-8.
+// cut shortens s to at most n bytes, and splits no character if s is UTF-8.
 func cut(s string, n int) string {
 	if len(s) <= n {
 		return s
@@ -312,15 +309,15 @@ func cut(s string, n int) string {
 	return s[:n]
 }
 
-// capText makes s valid UTF-8 of at most n bytes. It looks at no more than
-// the first n bytes and a few.
+// capText makes s valid UTF-8 of at most n bytes. It reads only a few bytes more than the
+// first n.
 func capText(s string, n int) string {
 	long := len(s) > n
 	if long {
 		s = s[:min(len(s), n+utf8.UTFMax)]
 	}
 	if !utf8.ValidString(s) {
-		if long { // a character cut in two just now is not a fault of the text
+		if long { // the cut above may have split a character
 			s = cut(s, n)
 		}
 		s = strings.ToValidUTF8(s, "\uFFFD")

@@ -22,64 +22,60 @@ const (
 	defaultClearFor  = 10 * time.Second
 )
 
-// StormConfig says when a guard calls a storm, and when it calls it over.
-// The zero value is valid and means the documented defaults.
+// StormConfig says when a storm begins and when it ends. The zero value is valid and means
+// the defaults below.
 //
-// The three thresholds are joined by and: each by itself is ordinary. Errors
-// without age are a burst, age without errors is a slow handler or a pause,
-// attempts without either are one poison message.
+// A storm begins when ErrorRate, Attempts and Age are all exceeded. Each alone is normal:
+// errors without age are a burst, age without errors is a slow handler or a pause, and
+// attempts without both are one poison message.
 type StormConfig struct {
-	// ErrorRate is the share of outcomes within Window that must be exceeded.
-	// In (0, 1); default 0.05. A rate of exactly ErrorRate is no storm.
+	// ErrorRate is the share of failures among the outcomes within Window that a storm
+	// exceeds. In (0, 1); default 0.05. A rate of exactly ErrorRate is no storm.
 	//
-	// A [BudgetConfig] must earn more than this share costs; its Validate
-	// takes this value. The default budget carries thresholds up to 0.0909.
+	// A [BudgetConfig] must earn more than this share costs; its Validate checks this. The
+	// default budget allows an ErrorRate up to 0.0909.
 	ErrorRate float64
 
-	// Attempts must be exceeded by the highest number of attempts among the
-	// source's unsettled deliveries. In [1, 1000000]; default 3.
+	// Attempts is exceeded if an unsettled delivery of the source has more attempts. In [1,
+	// 1000000]; default 3.
 	Attempts int
 
-	// Age must be exceeded by the oldest unsettled delivery, one in the hold
-	// included. In [1ms, 24h]; default 60s. No storm can be seen before this
-	// much time has passed since the first failure: until then the budget
-	// bounds dead-lettering.
+	// Age is exceeded if the oldest unsettled delivery, held ones included, is older. In
+	// [1ms, 24h]; default 60s. No storm can begin earlier than this after the first
+	// failure: until then the budget limits dead letters.
 	Age time.Duration
 
-	// Window is the length of the sliding window of the error rate. In
-	// [60ms, 1h]; default 60s. It moves in sixtieths of itself: an outcome
-	// counts for Window at least and one sixtieth longer at most.
+	// Window is the length of the sliding window of the error rate. In [60ms, 1h]; default
+	// 60s. The window moves in steps of a sixtieth of its length, so an outcome counts for
+	// Window, and for up to one step more.
 	Window time.Duration
 
-	// MinSample is the number of outcomes that must be in Window before they
-	// make a rate. In [1, 1000000]; default 20.
+	// MinSample is the number of outcomes in Window from which there is an error rate. In
+	// [1, 1000000]; default 20.
 	//
-	// A source that sees fewer than this in every Window never has a rate
-	// while its breaker is closed, so no storm either. Its dead letters are
-	// bounded by the budget alone, and an outage is seen by the breaker's
-	// rule on a run of failures; once that has tripped, the outcomes of
-	// probes are a rate and a storm can follow.
+	// A source with fewer outcomes in every Window has no rate while its breaker is closed,
+	// and so no storm. Only the budget limits its dead letters. The breaker still sees an
+	// outage, by a run of failures. After it trips, the outcomes of probes make a rate, and
+	// a storm can begin.
 	MinSample int
 
-	// ClearRate ends a storm: while the error rate is at or below it, the
-	// storm is calm. In (0, ErrorRate]; default half of ErrorRate.
+	// ClearRate is the error rate at or below which a storm is calm. In (0, ErrorRate];
+	// default half of ErrorRate.
 	ClearRate float64
 
-	// ClearFor is how long a storm must have been calm, and Age not exceeded,
-	// before it is over. In [1ms, 1h]; default 10s.
+	// ClearFor is how long a storm must be calm, with Age not exceeded, before it ends. In
+	// [1ms, 1h]; default 10s.
 	//
-	// While Age stays exceeded, a calm that lasts a whole Window (or ClearFor
-	// if that is longer) ends the storm too. Else a single poison message,
-	// waiting for the storm to end before it may be dead-lettered, would be
-	// the old delivery that keeps the storm up.
+	// If Age stays exceeded, a calm of a whole Window (or of ClearFor, if that is longer)
+	// also ends the storm. Otherwise one poison message could keep the storm up by its age:
+	// it cannot be dead-lettered before the storm ends.
 	ClearFor time.Duration
 
-	// Off means that no storm is ever called. The other fields are
-	// still checked.
+	// Off turns storms off. The other fields are still checked.
 	Off bool
 }
 
-// Validate reports every field out of its range, not the first one alone.
+// Validate reports every field out of its range, all at once.
 func (c StormConfig) Validate() error {
 	d := c.WithDefaults()
 	var errs []error
@@ -126,35 +122,38 @@ func (c StormConfig) WithDefaults() StormConfig {
 	return c
 }
 
-// Storm says whether a source is in a storm, and what that rests on.
+// Storm says whether a source is in a storm, with the measured values and the thresholds.
 type Storm struct {
 	Active bool
 
-	// Since is the instant at which Active last changed; zero if it never did.
+	// Since is the instant of the latest change of Active; zero if it never changed.
 	Since time.Duration
 
-	// Failed of Outcomes make the error rate. Both are zero if no rate is known.
+	// Failed and Outcomes make the error rate. Both are zero if no rate is known.
 	Failed, Outcomes uint64
 
-	// Basis says where the outcomes come from: the live "window"; "kept", the last
-	// rate of a window that has since run under MinSample; "trip", the rate when the
-	// breaker tripped; "probes" since the trip. It is empty if no rate is known.
+	// Basis says where Failed and Outcomes come from; empty if no rate is known:
+	//
+	//   - "window": the current window
+	//   - "kept": the latest rate of a window that now has fewer than MinSample outcomes
+	//   - "trip": the rate when the breaker tripped
+	//   - "probes": the probes since the breaker tripped
 	Basis string
 
-	// Attempts is the highest number of attempts among the unsettled deliveries, and
-	// Age the time since the oldest of them was received.
+	// Attempts is the highest number of attempts of an unsettled delivery, and Age the time
+	// since the oldest unsettled delivery was received.
 	Attempts int
 	Age      time.Duration
 
-	// Diverted is the number of deliveries put to the hold within Window.
-	// It has no part in the verdict.
+	// Diverted is the number of deliveries that went to the hold within Window. It does not
+	// affect Active.
 	Diverted uint64
 
-	// Config holds the thresholds in force, defaults filled in.
+	// Config holds the thresholds, with defaults filled in.
 	Config StormConfig
 }
 
-// ErrorRate is Failed / Outcomes, and 0 if no rate is known.
+// ErrorRate returns Failed / Outcomes, or 0 if no rate is known.
 func (s Storm) ErrorRate() float64 {
 	if s.Outcomes == 0 {
 		return 0
@@ -162,7 +161,7 @@ func (s Storm) ErrorRate() float64 {
 	return float64(s.Failed) / float64(s.Outcomes)
 }
 
-// String gives the verdict and each reading beside its threshold, for people:
+// String returns Active, and each value with its threshold, for people:
 //
 //	storm: error rate 100% (20 of 20, trip) > 5%, attempts 9 > 3, age 1m1s > 1m0s, 5980 diverted in 1m0s
 func (s Storm) String() string {
@@ -200,15 +199,15 @@ func percent(r float64) string {
 	return strconv.FormatFloat(math.Round(r*1e5)/1e3, 'f', -1, 64) + "%"
 }
 
-// FleetStorm is what a fleet makes of one key. The zero value is no storm.
+// FleetStorm says whether a key is in a storm of the fleet. The zero value is no storm.
 type FleetStorm struct {
 	Active    bool
-	Reporters int // processes that report the key and are heard, this one included
-	Affected  int // of them in storm by their own detectors
-	Need      int // how many that would have to be
+	Reporters int // reachable processes that report the key, this one included
+	Affected  int // reporters that are in a storm by their own detectors
+	Need      int // the smallest Affected that makes a storm of the fleet
 }
 
-// String says the verdict and its numbers, for people.
+// String returns Active and the numbers, for people.
 func (s FleetStorm) String() string {
 	word := "no storm"
 	if s.Active {

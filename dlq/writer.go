@@ -9,58 +9,54 @@ import (
 	"fmt"
 )
 
-// A Writer puts dead letters where they are kept: a topic, a queue, a stream
-// or an archive.
+// A Writer stores dead letters in a topic, a queue, a stream or an archive.
 //
-// Write returns nil only when the other side has confirmed the record, as
-// durably as its settings promise; only then does the caller settle the
-// source. After an error the record may or may not be there, and the caller
-// may write the same record again, so Write must be idempotent by
-// [Record.ID] where the broker offers a way (a message id, a unique key)
-// and within the window the broker keeps it for. A record whose ID is empty
-// has no twin that could be recognised and must be written each time.
+// Write returns nil only after the other side has confirmed the record, as durably as its
+// settings promise. Only then does the caller settle the source. After an error the record
+// may or may not be stored, and the caller may write it again. So Write must be idempotent
+// by [Record.ID] if the broker has a way (a message id, a unique key), for as long as the
+// broker remembers it. A record with an empty ID cannot be recognised as a duplicate: Write
+// must store it each time.
 //
-// Write must return when ctx ends. It must neither change nor keep r: the
-// caller may trim it and call again. A Writer is called from several
-// goroutines at once.
+// Write must return when ctx ends. It must not change r or keep it: the caller may trim r
+// and call again. Several goroutines call a Writer at once.
 //
-// [ErrTooLarge], [ErrRefused] and [ErrPutOff] tell the caller what to do about an error;
-// any other error is worth another try later.
+// [ErrTooLarge], [ErrRefused] and [ErrPutOff] tell the caller what to do. After any other
+// error the caller tries again later.
 type Writer interface {
 	Write(ctx context.Context, r *Record) error
 }
 
-// WriterFunc is a function as a [Writer].
+// WriterFunc makes a function a [Writer].
 type WriterFunc func(ctx context.Context, r *Record) error
 
 // Write calls f.
 func (f WriterFunc) Write(ctx context.Context, r *Record) error { return f(ctx, r) }
 
 var (
-	// ErrTooLarge means the record is over a limit of the broker. The caller
-	// trims it, with [TrimFor], and tries once more. [errors.As] to a
-	// [*TooLargeError] tells the sizes.
+	// ErrTooLarge means that the record exceeds a limit of the broker. The caller trims it
+	// with [TrimFor] and tries once more. [errors.As] to a [*TooLargeError] gives the
+	// sizes.
 	ErrTooLarge = errors.New("dlq: record too large")
 
-	// ErrRefused means this record will never be accepted as it is: no such
-	// destination, no permission, an encoding the broker rejects. Trying again
-	// does not help before somebody changes something; the source must not be
-	// settled.
+	// ErrRefused means that this record will never be accepted as it is: no such
+	// destination, no permission, an encoding that the broker rejects. Another try does not
+	// help until somebody changes something. The source must not be settled.
 	ErrRefused = errors.New("dlq: record refused")
 
-	// ErrPutOff means that the writer is well and does not take this record yet,
-	// such as one to be parked for which there is no room. It is no failure: the
-	// caller keeps the message, writes others, and offers the record again.
+	// ErrPutOff means that the writer works but cannot take this record yet: for example,
+	// it has no room to park the record. It is no failure: the caller keeps the message,
+	// writes others, and offers the record again.
 	ErrPutOff = errors.New("dlq: record put off")
 )
 
-// TooLargeError says by how much a record is too large.
+// TooLargeError is an [ErrTooLarge] with the sizes.
 type TooLargeError struct {
-	// Size and Max are in bytes, as the broker or its client counts them; 0
-	// where it does not say.
+	// Size and Max are in bytes, as the broker or its client counts them; 0 if it does not
+	// say.
 	Size, Max int
 
-	// Err is the client's own error; may be nil.
+	// Err is the client's own error; it may be nil.
 	Err error
 }
 
@@ -75,7 +71,7 @@ func (e *TooLargeError) Error() string {
 	return text
 }
 
-// Unwrap makes errors.Is(err, ErrTooLarge) hold, and keeps Err reachable.
+// Unwrap returns ErrTooLarge, and Err if it is set.
 func (e *TooLargeError) Unwrap() []error {
 	if e.Err == nil {
 		return []error{ErrTooLarge}
@@ -83,13 +79,11 @@ func (e *TooLargeError) Unwrap() []error {
 	return []error{ErrTooLarge, e.Err}
 }
 
-// TrimFor trims r as far as err, which must be an [ErrTooLarge], asks for and
-// reports whether trying again makes sense. It asks for a little more than
-// the error says, since sizes are estimates; where the error gives no sizes it
-// drops everything that [Record.Trim] may drop. It reports false, and leaves
-// r as it is, if err is another error or r has nothing left to drop. What is
-// still too large after that is so because of its body or its original
-// headers.
+// TrimFor trims r by the excess that err reports, and reports whether another try makes
+// sense. It trims a little more than the excess, since sizes are estimates. If err gives no
+// sizes, it drops everything that [Record.Trim] may drop. It returns false, and leaves r as
+// it is, if err is not an [ErrTooLarge] or r has nothing left to drop. If the record is
+// then still too large, its body or its original headers are the reason.
 func TrimFor(r *Record, err error) bool {
 	if !errors.Is(err, ErrTooLarge) {
 		return false

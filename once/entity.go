@@ -11,16 +11,17 @@ import (
 	"strings"
 )
 
-// Entities keeps the state of entities, and runs the effect of each step once. Beside the
-// state it keeps a mark for each step, so that one tells when the other was lost. It is safe
-// for concurrent use.
+// Entities keeps the state of entities, and runs the effect of each step once. Next to the
+// state it keeps a mark for each step, so that the one survives if the other is lost. It is
+// safe for concurrent use.
 type Entities struct {
 	r *Runner
 	m *Machine
 }
 
-// NewEntities compares the states and the marks that the store has of a machine, and returns
-// the differences. None stops a step; each is logged as well. It reads all marks.
+// NewEntities makes Entities over a runner's store. It reads all states and marks of the
+// machine from the store, and returns and logs the differences between them. A difference
+// stops no step.
 func NewEntities(ctx context.Context, r *Runner, m *Machine) (*Entities, []Difference, error) {
 	e := &Entities{r: r, m: m}
 	paths, marks := make(map[string][]string), make(map[string][]string)
@@ -61,11 +62,11 @@ func NewEntities(ctx context.Context, r *Runner, m *Machine) (*Entities, []Diffe
 	return e, differences, nil
 }
 
-// Step runs effect and takes the entity to a state, unless it has been there: then it returns
-// nil at once. A step that the machine does not have is a [*StepError], which names both
-// states. Steps of one entity run one after the other, in all processes that share the
-// store. Otherwise it is as [Runner.Do]; an effect in doubt is looked up with the key of
-// [StepKey].
+// Step runs effect and moves the entity to a state. If the entity has already been in the
+// state, Step returns nil at once. If the machine has no such step, it returns a
+// [*StepError] with both states. Steps of one entity run one after the other, in all
+// processes that share the store. The rest is as in [Runner.Do]; an effect in doubt is
+// looked up with the key of [StepKey].
 func (e *Entities) Step(ctx context.Context, entity, to string, effect func(ctx context.Context) error) error {
 	if err := checkName("entity", entity, maxEntity); err != nil {
 		return err
@@ -78,7 +79,8 @@ func (e *Entities) Step(ctx context.Context, entity, to string, effect func(ctx 
 	}
 }
 
-// step is Step; again means that it has ended the doubt about a step.
+// step is one try of Step. again means that it has ended the doubt about a step, and Step
+// must call it again.
 func (e *Entities) step(ctx context.Context, entity, to string, effect func(ctx context.Context) error) (again bool, err error) {
 	key, name := StepKey(e.m.name, entity, to), e.name(entity)
 	claim, found, err := e.r.begin(ctx, name, key, Ask{Over: true, Note: to})
@@ -90,9 +92,9 @@ func (e *Entities) step(ctx context.Context, entity, to string, effect func(ctx 
 	}
 	path := states(found.Value)
 	if found.Doubt && !e.doubted(path, found) {
-		return true, e.r.release(ctx, claim) // and claim it for this step, by its name
+		return true, e.r.release(ctx, claim) // the next call claims the key with the name of this step
 	}
-	doing := to // the step that the claim is about
+	doing := to // the step of the claim
 	if found.Doubt {
 		doing = found.Note
 	}
@@ -125,8 +127,9 @@ func (e *Entities) step(ctx context.Context, entity, to string, effect func(ctx 
 	})
 }
 
-// doubted tells whether a step may have been taken that the path does not have. One that came
-// again is claimed before it is known that the path has it, and its effect is not begun.
+// doubted reports whether a step may have happened that the path does not have. A claim in
+// doubt may also be for a repeated step, which is claimed before its path is read. The path
+// has that step, and its effect did not begin.
 func (e *Entities) doubted(path []string, found Found) bool {
 	if !found.Doubt {
 		return false
@@ -147,7 +150,7 @@ func reach(path []string, to string) []byte {
 	return []byte(strings.Join(append(slices.Clone(path), to), "\x00"))
 }
 
-// undo ends a claim without a step. What was in doubt stays so.
+// undo ends a claim without a step. An effect in doubt stays in doubt.
 func (e *Entities) undo(ctx context.Context, c Claim, found Found) error {
 	if found.Doubt {
 		return e.r.leave(ctx, c)
@@ -155,7 +158,7 @@ func (e *Entities) undo(ctx context.Context, c Claim, found Found) error {
 	return e.r.release(ctx, c)
 }
 
-// State is the entity's state; the machine's first if it is new.
+// State returns the entity's state. A new entity is in the machine's first state.
 func (e *Entities) State(ctx context.Context, entity string) (string, error) {
 	if err := checkName("entity", entity, maxEntity); err != nil {
 		return "", err
@@ -167,8 +170,8 @@ func (e *Entities) State(ctx context.Context, entity string) (string, error) {
 	return e.m.state(states(value)), nil
 }
 
-// Settle ends the doubt about the step of an entity, after a person has looked whether its
-// effect happened. A step that is not in doubt is refused.
+// Settle ends the doubt about a step of an entity. happened is the answer of a person who
+// has checked the step's effect. Settle refuses a step that is not in doubt.
 func (e *Entities) Settle(ctx context.Context, entity, to string, happened bool) error {
 	if err := checkName("entity", entity, maxEntity); err != nil {
 		return err
@@ -192,10 +195,10 @@ func (e *Entities) Settle(ctx context.Context, entity, to string, happened bool)
 	})
 }
 
-// StepKey names a step, for [WithLookup] and in logs.
+// StepKey returns the name of a step, for [WithLookup] and for logs.
 func StepKey(machine, entity, to string) string { return machine + "/" + entity + "/" + to }
 
-// states reads a path.
+// states decodes a path.
 func states(value []byte) []string {
 	if len(value) == 0 {
 		return nil

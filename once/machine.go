@@ -11,24 +11,25 @@ import (
 	"strings"
 )
 
-// maxName is the longest name of a machine or state, and maxEntity of an entity, in bytes.
+// maxName is the longest name of a machine or state, and maxEntity that of an entity, in
+// bytes.
 const (
 	maxName   = 64
 	maxEntity = 512
 )
 
-// A Machine declares the states of an entity and the steps between them. It has no way back
-// to a state: that is how a step that comes again is told from one that is new. It is
-// immutable, and safe for concurrent use.
+// A Machine declares the states of an entity and the steps between them. No steps lead back
+// to an earlier state: that is how a repeated step is distinguished from a new one. A
+// Machine is immutable and safe for concurrent use.
 type Machine struct {
 	name, first string
 	next        map[string][]string
 }
 
-// NewMachine declares a machine: the state that every entity begins in, and for each state
-// those that may follow. A state that nothing follows is an end. The names have 1 to 64
-// bytes. All problems are reported at once: a name that is not allowed, a state that cannot
-// be reached, a cycle.
+// NewMachine makes a machine. first is the state in which every entity begins; steps lists
+// for each state the states that may follow. A state without followers is an end. Names
+// have 1 to 64 bytes. All problems are reported at once: a name that is not allowed, a
+// state that cannot be reached, a cycle.
 func NewMachine(name, first string, steps map[string][]string) (*Machine, error) {
 	m := &Machine{name: name, first: first, next: make(map[string][]string, len(steps))}
 	var errs []error
@@ -61,7 +62,7 @@ func NewMachine(name, first string, steps map[string][]string) (*Machine, error)
 	return m, nil
 }
 
-// walk marks what can be reached from a state, and returns a cycle if there is one.
+// walk marks the states that can be reached from at, and returns a cycle if there is one.
 func (m *Machine) walk(at string, path []string, reached map[string]bool) (cycle []string) {
 	if i := slices.Index(path, at); i >= 0 {
 		return append(slices.Clone(path[i:]), at)
@@ -86,13 +87,13 @@ func checkName(what, name string, longest int) error {
 	return nil
 }
 
-// Name is the machine's name.
+// Name returns the machine's name.
 func (m *Machine) Name() string { return m.name }
 
-// Check says what a step to a state means for an entity that has been in the states of path,
-// in this order; none means that it is new, and in the machine's first state. done means
-// that it has been there: the step has come again. A step that the machine does not have is
-// a [*StepError].
+// Check says what a step to a state means for an entity. path lists the states that the
+// entity has been in, in order; an empty path means a new entity in the machine's first
+// state. done means that the entity has already been in the state: the step is a
+// repetition. A step that the machine does not have is a [*StepError].
 func (m *Machine) Check(entity string, path []string, to string) (done bool, err error) {
 	at := m.state(path)
 	if to == m.first || slices.Contains(path, to) {
@@ -111,12 +112,12 @@ func (m *Machine) state(path []string) string {
 	return path[len(path)-1]
 }
 
-// A Difference is between the two tracks that are kept of an entity: its states, and the
+// A Difference is a mismatch between the two records of an entity: its states, and the
 // marks of its steps' effects.
 type Difference struct {
 	Entity string
-	State  string // by the states that are kept
-	Step   string // the state that the difference is about
+	State  string // the entity's state by its recorded states
+	Step   string // the state that the step leads to
 	Detail string
 }
 
@@ -126,23 +127,25 @@ func (d Difference) String() string {
 
 // Details of differences.
 const (
-	// MarkOnly: the effect has happened and the state was not written, as by a crash
-	// between the two. The step's next delivery mends it, without the effect.
+	// MarkOnly means that the effect has happened, but the state was not written, for
+	// example because of a crash between the two. The next delivery of the step writes the
+	// state and skips the effect.
 	MarkOnly = "the effect is marked, the state is not reached"
-	// StateOnly: the state was written, and the mark is not there, as in a store that was
-	// restored in part. The state counts: the effect does not run again.
+	// StateOnly means that the state was written, but the mark is missing, for example in a
+	// store that was restored in part. The state counts: the effect does not run again.
 	StateOnly = "the state is reached, the effect is not marked"
-	// NoStep: the machine has no such step, as after a change of the program.
+	// NoStep means that the machine has no such step, for example after a change of the
+	// program.
 	NoStep = "the machine has no such step"
-	// StepInDoubt: the step's effect began, and nobody knows whether it happened, or it
-	// is under way.
+	// StepInDoubt means that the step's effect began, and nobody knows whether it happened,
+	// or that it is under way.
 	StepInDoubt = "the step is in doubt or under way"
 )
 
-// Compare reports the differences between the states that entities have been in, in order,
-// and the steps whose effects are marked. Only the newest state of an entity must have its
-// mark: the marks of older steps are forgotten first. For programs that keep the states in
-// tables of their own; [NewEntities] calls it with those of a store.
+// Compare returns the differences between paths, the states that entities have been in, in
+// order, and marks, their steps with a marked effect. Only the latest state of an entity
+// must have its mark, since marks of older steps are forgotten first. It is for programs
+// that keep states in tables of their own; [NewEntities] calls it with the data of a store.
 func (m *Machine) Compare(paths map[string][]string, marks map[string][]string) []Difference {
 	var found []Difference
 	add := func(entity, step, detail string) {

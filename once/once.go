@@ -15,22 +15,22 @@ import (
 )
 
 const (
-	// MaxKey is the longest key of an effect, in bytes. Hash what is longer.
+	// MaxKey is the longest key of an effect, in bytes. Hash a longer key.
 	MaxKey = 512
 
-	// MaxResult is the longest result of an effect that is kept, in bytes.
+	// MaxResult is the longest kept result of an effect, in bytes.
 	MaxResult = 16 << 10
 
-	// markTime is how long the store may take for a mark when the effect has happened,
-	// whatever became of the delivery's context.
+	// markTime is how long the store may take to write the mark after the effect has
+	// happened, even if the delivery's context has ended.
 	markTime = 10 * time.Second
 
-	// maxRefused is how many marks the store may refuse, while it takes others, before no
-	// effect begins any more.
+	// maxRefused is the number of marks that the store may refuse while it accepts others.
+	// Above it, no new effect begins.
 	maxRefused = 16
 )
 
-// Kinds of keys: the first byte that a store sees.
+// Kinds of keys: the first byte of each key in the store.
 const (
 	kindEffect = 'k'
 	kindEntity = 'e'
@@ -38,29 +38,30 @@ const (
 	kindTrial  = 't'
 )
 
-// InDoubt says what becomes of an effect that began, when nobody knows whether it happened.
+// InDoubt says what to do about an effect in doubt: it began, and nobody knows whether it
+// happened.
 type InDoubt uint8
 
 const (
-	// RunAgain runs the effect again: at least once. The local store then does not write
-	// down that an effect begins, which is half of its cost.
+	// RunAgain runs the effect again: at least once. The local store then does not record
+	// that an effect begins, which saves half of its cost.
 	RunAgain InDoubt = iota
 
-	// Refuse returns [ErrInDoubt] until a person has called [Runner.Settle]: at most once.
+	// Refuse returns [ErrInDoubt] until a person calls [Runner.Settle]: at most once.
 	Refuse
 )
 
-// Config is how a [Runner] decides. The zero value is valid.
+// Config holds the settings of a [Runner]. The zero value is valid.
 type Config struct {
-	// InDoubt is RunAgain or Refuse; unset means RunAgain. [WithLookup] comes first.
+	// InDoubt is RunAgain (the default) or Refuse. [WithLookup] takes precedence.
 	InDoubt InDoubt
 }
 
-// An Option supplies a collaborator.
+// An Option gives a Runner a logger or a lookup.
 type Option func(*Runner)
 
-// WithLogger logs what needs a person's attention: effects in doubt, and marks that could
-// not be written. It is silent without.
+// WithLogger logs effects in doubt, and marks that could not be written: both need a
+// person's attention. Without a logger the runner is silent.
 func WithLogger(log *slog.Logger) Option {
 	return func(r *Runner) {
 		if log != nil {
@@ -69,13 +70,13 @@ func WithLogger(log *slog.Logger) Option {
 	}
 }
 
-// WithLookup asks happened about an effect in doubt, before it would run again: at the
-// dependency itself, by the key, as payment providers and most databases allow. Then the
-// effect happens exactly once although it is outside of the store. An error of happened
-// leaves the effect in doubt, and is returned by Do.
+// WithLookup makes the runner call happened about an effect in doubt before it would run
+// again. happened asks the dependency by the key, as payment providers and most databases
+// allow. So the effect happens exactly once, although it is outside the store. If happened
+// returns an error, the effect stays in doubt and Do returns the error.
 //
-// The dependency must answer for the end of the last attempt: one that may still be on its
-// way there must not happen later.
+// The answer must be final: an earlier attempt that is still on its way to the dependency
+// must not take effect after it.
 func WithLookup(happened func(ctx context.Context, key string) (bool, error)) Option {
 	return func(r *Runner) { r.lookup = happened }
 }
@@ -87,29 +88,29 @@ type Runner struct {
 	doubt  InDoubt
 	lookup func(context.Context, string) (bool, error)
 
-	// unmarked are the effects that have happened and whose marks the store did not take.
-	// No effect begins before they are written, except for those that are refused. So there
-	// are never more of them than maxRefused and the effects that ran at the same time.
+	// unmarked are effects that have happened, but whose marks the store did not accept. No
+	// effect begins before their marks are written, except for refused marks. So their
+	// number is at most maxRefused, and the effects that ran at the same time.
 	mu       sync.Mutex
 	unmarked []*unmarked   // guarded by mu
-	turn     chan struct{} // held by whoever writes them; taken before mu
+	turn     chan struct{} // held while the marks are written; taken before mu
 }
 
 type unmarked struct {
-	name  string // the claim's, in the store
-	key   string // the caller's
+	name  string // the key of the claim, in the store
+	key   string // the caller's key
 	claim Claim
 	value []byte
 	also  []Entry
 
-	// refused means that the store took another mark after it had not taken this one:
-	// only effects of the same name wait for it. It is guarded by Runner.mu, and written
-	// with the turn.
+	// refused means that the store accepted another mark after it had refused this one.
+	// Then only effects of the same name wait for this mark. It is guarded by Runner.mu,
+	// and written only with the turn held.
 	refused bool
-	tried   time.Time // when the mark was last tried; guarded by Runner.mu
+	tried   time.Time // when Finish was last tried for the mark; guarded by Runner.mu
 }
 
-// New makes a Runner over a store. It asks the store nothing.
+// New makes a Runner over a store. It does not call the store.
 func New(store Store, cfg Config, opts ...Option) (*Runner, error) {
 	var errs []error
 	if store == nil {
@@ -128,7 +129,7 @@ func New(store Store, cfg Config, opts ...Option) (*Runner, error) {
 	return r, nil
 }
 
-// CheckKey refuses a key that is empty or longer than [MaxKey]: [ErrKey].
+// CheckKey returns an [ErrKey] for a key that is empty or longer than [MaxKey].
 func CheckKey(key string) error {
 	if len(key) < 1 || len(key) > MaxKey {
 		return fmt.Errorf("%w: %d bytes: it must be 1 to %d", ErrKey, len(key), MaxKey)
@@ -136,26 +137,27 @@ func CheckKey(key string) error {
 	return nil
 }
 
-// Do runs effect unless the effect of this key has happened, and returns nil when it has and
-// its mark is on the store's disk. The key names the effect, so two effects of one message
-// have two keys: "charge/17" and "mail/17".
+// Do runs effect, unless the effect of this key has already happened. It returns nil when
+// the effect has happened and its mark is on the store's disk. The key names the effect, so
+// two effects of one message have two keys: "charge/17" and "mail/17".
 //
-// A second Do of a key waits for the end of the first, in this process and in others that
-// share the store; when its context ends before, it returns an [*UnderwayError].
+// A second Do of a key waits for the end of the first, in this process and in all that
+// share the store. If its context ends first, it returns an [*UnderwayError].
 //
-// An effect that returns an error or panics leaves no mark, and runs again at the next Do:
-// it should return nil or fail before it has changed anything. If it cannot know, it returns
-// an error that wraps [ErrInDoubt].
+// An effect that returns an error or panics leaves no mark, and the next Do runs it again.
+// So an effect should either succeed, or fail before it has changed anything. If it does
+// not know, it returns an error that wraps [ErrInDoubt].
 //
-// If the store fails before the effect, the effect does not run. If it fails after it, Do
-// returns [ErrUnmarked]; while this process lives, the effect is not repeated.
+// If the store fails before the effect, the effect does not run. If it fails afterwards, Do
+// returns [ErrUnmarked]; the effect is not repeated while this process lives.
 func (r *Runner) Do(ctx context.Context, key string, effect func(ctx context.Context) error) error {
 	_, err := r.Result(ctx, key, func(ctx context.Context) ([]byte, error) { return nil, effect(ctx) })
 	return err
 }
 
-// Result is Do for an effect with a result, such as the number of a booking: it is kept with
-// the mark, and a duplicate gets the same. It may have up to [MaxResult] bytes.
+// Result is Do for an effect with a result, such as the number of a booking. The result is
+// kept with the mark, and a duplicate gets the same one. It may have up to [MaxResult]
+// bytes.
 func (r *Runner) Result(ctx context.Context, key string, effect func(ctx context.Context) ([]byte, error)) ([]byte, error) {
 	if err := CheckKey(key); err != nil {
 		return nil, err
@@ -168,7 +170,7 @@ func (r *Runner) Result(ctx context.Context, key string, effect func(ctx context
 	if claim == nil {
 		return result(key, found.Value)
 	}
-	if found.Done { // and a Settle over the mark did not end
+	if found.Done { // the effect is marked, and a later Settle of the key did not finish
 		if err := r.release(ctx, claim); err != nil {
 			return nil, named(err, key)
 		}
@@ -198,7 +200,7 @@ func (r *Runner) Result(ctx context.Context, key string, effect func(ctx context
 	return result(key, value)
 }
 
-// A kept result begins with a byte that tells it from one that was too large.
+// A kept result begins with resultKept. resultLarge stands for a result that was too large.
 const (
 	resultKept  = 0
 	resultLarge = 1
@@ -242,10 +244,10 @@ func (r *Runner) begin(ctx context.Context, name, key string, ask Ask) (Claim, F
 	return claim, found, nil
 }
 
-// records tells whether it matters that an effect began.
+// records reports whether the store must record that an effect began.
 func (r *Runner) records() bool { return r.doubt == Refuse || r.lookup != nil }
 
-// named puts the caller's key where the store has its own.
+// named replaces the store's key in an error by the caller's.
 func named(err error, key string) error {
 	if u, ok := errors.AsType[*UnderwayError](err); ok {
 		return &UnderwayError{Key: key, Wait: u.Wait, Err: u.Err}
@@ -253,15 +255,15 @@ func named(err error, key string) error {
 	return fmt.Errorf("once: %.80q: %w", key, err)
 }
 
-// decide says of an effect in doubt whether it has happened. A lookup that panics or calls
-// Goexit leaves the doubt, and not the claim.
+// decide reports whether an effect in doubt has happened. If the lookup panics or calls
+// Goexit, the effect stays in doubt and the claim ends.
 func (r *Runner) decide(ctx context.Context, key string, claim Claim) (happened bool, err error) {
 	switch {
 	case r.lookup != nil:
 		returned := false
 		defer func() {
 			if !returned {
-				_ = r.leave(ctx, claim) // the panic is what the caller hears of
+				_ = r.leave(ctx, claim) // the caller gets the panic
 			}
 		}()
 		happened, err = r.lookup(claim.Context(), key)
@@ -280,11 +282,12 @@ func (r *Runner) decide(ctx context.Context, key string, claim Claim) (happened 
 	}
 }
 
-// perform runs an effect and ends the claim of u, also if the effect panics or calls Goexit.
-// doubt says that it was in doubt: if it does not begin it stays so.
+// perform runs an effect and ends the claim of u, even if the effect panics or calls
+// Goexit. doubt says that the effect was in doubt before; it stays in doubt if it does not
+// begin.
 func (r *Runner) perform(ctx context.Context, u *unmarked, doubt bool, effect func(context.Context) ([]byte, []Entry, error)) error {
 	claim := u.claim
-	if claim.Context().Err() != nil { // the claim was lost, or the delivery has ended: the effect does not begin
+	if claim.Context().Err() != nil { // the claim was lost, or the delivery has ended
 		err := context.Cause(claim.Context())
 		if doubt {
 			return also(err, r.leave(ctx, claim))
@@ -294,7 +297,7 @@ func (r *Runner) perform(ctx context.Context, u *unmarked, doubt bool, effect fu
 	returned := false
 	defer func() {
 		if !returned {
-			_ = r.release(ctx, claim) // the panic is what the caller hears of
+			_ = r.release(ctx, claim) // the caller gets the panic
 		}
 	}()
 	value, others, err := effect(claim.Context())
@@ -309,7 +312,7 @@ func (r *Runner) perform(ctx context.Context, u *unmarked, doubt bool, effect fu
 	return r.finish(ctx, u)
 }
 
-// also is an effect's error as it is, unless the store has one, too.
+// also returns err unchanged, or joined with the store's error if there is one.
 func also(err, stores error) error {
 	if stores == nil {
 		return err
@@ -317,7 +320,8 @@ func also(err, stores error) error {
 	return errors.Join(err, stores)
 }
 
-// after is a context for what an effect leaves to be done, whatever became of its own.
+// after returns a context for the work after an effect. It does not end with ctx, but after
+// markTime.
 func after(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.WithoutCancel(ctx), markTime)
 }
@@ -351,10 +355,10 @@ func (r *Runner) finish(ctx context.Context, u *unmarked) error {
 	return fmt.Errorf("%w: %.80q: %w", ErrUnmarked, u.key, err)
 }
 
-// writeUnmarked writes the marks that the store did not take before. If it does not take one
-// now, the effect of name must not begin: the store may take no mark at all. A mark that the
-// store refuses while it takes another stops only the effects of its own name. Whoever waits
-// for another one to write them gives up with its context.
+// writeUnmarked writes the marks that the store did not accept before. If one fails again,
+// the effect of name must not begin: the store may accept no mark at all. If the store
+// refuses a mark but accepts another one, the refused mark only stops effects of its own
+// name. A caller that waits for the turn gives up when its context ends.
 func (r *Runner) writeUnmarked(ctx context.Context, name string) error {
 	if len(r.due(name)) == 0 {
 		return nil
@@ -365,7 +369,7 @@ func (r *Runner) writeUnmarked(ctx context.Context, name string) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-	takes := false // the store has taken a mark
+	takes := false // the store has accepted a mark
 	for _, u := range r.due(name) {
 		written, err := r.tryMark(ctx, u)
 		if err == nil {
@@ -386,8 +390,8 @@ func (r *Runner) writeUnmarked(ctx context.Context, name string) error {
 	return nil
 }
 
-// due are the marks to be written before an effect of name may begin. Refused marks of other
-// names are among them each markTime.
+// due returns the marks that must be written before an effect of name may begin. A refused
+// mark of another name is included again after each markTime.
 func (r *Runner) due(name string) (due []*unmarked) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -399,7 +403,7 @@ func (r *Runner) due(name string) (due []*unmarked) {
 	return due
 }
 
-// refusable tells whether one more mark may be refused without stopping all effects.
+// refusable reports whether one more mark may be refused without stopping all effects.
 func (r *Runner) refusable() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -412,8 +416,8 @@ func (r *Runner) refusable() bool {
 	return n < maxRefused
 }
 
-// tryMark writes a mark, and forgets it if it is written or another process has its key. The
-// caller has the turn.
+// tryMark writes a mark. It forgets the mark if it is written, or if another process has
+// its key. The caller holds the turn.
 func (r *Runner) tryMark(ctx context.Context, u *unmarked) (written bool, err error) {
 	r.mu.Lock()
 	u.tried = time.Now()
@@ -433,8 +437,8 @@ func (r *Runner) tryMark(ctx context.Context, u *unmarked) (written bool, err er
 	return err == nil, nil
 }
 
-// takesAnother tells whether the store takes the mark of a key that nobody else has. The mark
-// is forgotten as others are.
+// takesAnother reports whether the store accepts the mark of a new random key. The store
+// later forgets this mark like any other.
 func (r *Runner) takesAnother(ctx context.Context) bool {
 	ctx, cancel := context.WithTimeout(ctx, markTime)
 	defer cancel()
@@ -443,22 +447,22 @@ func (r *Runner) takesAnother(ctx context.Context) bool {
 		return false
 	}
 	if err := claim.Finish(ctx, nil); err != nil {
-		_ = r.release(ctx, claim) // the store fails, which the caller hears of
+		_ = r.release(ctx, claim) // the caller returns the store's error
 		return false
 	}
 	return true
 }
 
-// Settle ends the doubt about an effect, after a person has looked whether it happened. If
-// not, it runs at the next Do. A key that is not in doubt is settled as well: with happened,
-// its effect will not run. An effect that has its mark keeps it, and its result. Settle waits
-// for a process that runs the effect, as Do does.
+// Settle ends the doubt about an effect, after a person has checked whether it happened. If
+// it did not, the next Do runs it. Settle also accepts a key that is not in doubt: with
+// happened, its effect will not run. A marked effect keeps its mark and its result. Like
+// Do, Settle waits for a process that runs the effect.
 func (r *Runner) Settle(ctx context.Context, key string, happened bool) error {
 	if err := CheckKey(key); err != nil {
 		return err
 	}
 	name := string(kindEffect) + key
-	if err := r.writeUnmarked(ctx, name); err != nil { // the key may be one of these, and its claim ours
+	if err := r.writeUnmarked(ctx, name); err != nil { // the key's claim may be held for one of these marks
 		return err
 	}
 	claim, found, err := r.store.Claim(ctx, name, Ask{Over: true, Record: true})
@@ -468,11 +472,11 @@ func (r *Runner) Settle(ctx context.Context, key string, happened bool) error {
 	if happened && !found.Done {
 		return r.finish(ctx, &unmarked{name: name, key: key, claim: claim})
 	}
-	return r.release(ctx, claim) // which keeps the result of one that has happened
+	return r.release(ctx, claim) // a marked effect keeps its result
 }
 
-// Doubtful lists the keys whose effects are in doubt, and those under way. It reads all
-// that the store has.
+// Doubtful returns the keys whose effects are in doubt, and those of effects under way. It
+// reads the whole store.
 func (r *Runner) Doubtful(ctx context.Context) ([]string, error) {
 	var keys []string
 	for e, err := range r.store.List(ctx, kindEffect) {

@@ -8,69 +8,71 @@ import (
 	"iter"
 )
 
-// A Store keeps the marks of effects. once/bolt has the local one, adapters/nats the one
-// in JetStream. A handler does not call it: a [Runner] does.
+// A Store keeps the marks of effects. Package once/bolt has a local one, adapters/nats one
+// in JetStream. Handlers do not call it; a [Runner] does.
 //
-// Keys are 1 to [MaxKey] + 200 bytes of any value. All methods are safe for concurrent use.
+// Keys have 1 to [MaxKey] + 200 bytes of any value. All methods are safe for concurrent
+// use.
 type Store interface {
-	// Claim waits until no living process has key, and takes it. If its effect is done
-	// already, Found.Done is true and the Claim is nil, except with Ask.Over. When ctx
-	// ends while another has the key, Claim returns an [*UnderwayError]. Without Ask.Over, a
-	// damaged mark is an [ErrInDoubt].
+	// Claim waits until no living process has key, and takes it. If the effect is already
+	// done, Found.Done is true and the Claim is nil, except with Ask.Over. If ctx ends
+	// while another claim holds the key, Claim returns an [*UnderwayError]. A damaged mark
+	// is an [ErrInDoubt], except with Ask.Over.
 	Claim(ctx context.Context, key string, ask Ask) (Claim, Found, error)
 
-	// Get reads a mark without waiting for anybody. done is false while there is none.
+	// Get reads a mark and never waits for a claim. done is false if there is no mark.
 	Get(ctx context.Context, key string) (value []byte, done bool, err error)
 
-	// List goes through all keys whose first byte is kind, in no order. It is for a
-	// start and for people: it costs a read of everything.
+	// List returns all keys whose first byte is kind, in no order. It reads everything, so
+	// it is only for a program's start and for people.
 	List(ctx context.Context, kind byte) iter.Seq2[Entry, error]
 }
 
-// Ask is how a key is claimed.
+// Ask holds the options of a claim.
 type Ask struct {
-	// Over claims a key also if it is done.
+	// Over claims a key even if its effect is done.
 	Over bool
-	// Record has the beginning on the disk before Claim returns, so that the next
-	// process sees it after a crash. A store that several processes share does so
-	// in any case.
+	// Record writes to the disk, before Claim returns, that the effect begins. So the next
+	// process knows it after a crash. A store that several processes share always does
+	// this.
 	Record bool
-	// Note is recorded with the beginning: what began. A key in doubt keeps its note.
+	// Note is recorded with the beginning and says which step began. A key in doubt keeps
+	// its note.
 	Note string
 }
 
-// Found is what a store knew of a key when it was claimed.
+// Found is what the store knew about a key when it was claimed.
 type Found struct {
-	Done  bool   // there is a mark, also if a claim over it is in doubt
-	Value []byte // that the mark was written with
+	Done  bool   // the key has a mark, even if a later claim with Ask.Over is in doubt
+	Value []byte // the value that was written with the mark
 	// Doubt means that an effect began and nobody knows whether it happened.
 	Doubt bool
-	Note  string // of the claim that is in doubt
+	Note  string // the note of the claim in doubt
 	// Damaged is why the mark could not be read.
 	Damaged error
 }
 
 // A Claim is the right to run the effect of one key. Exactly one of Finish, Release and
-// Leave ends it; a Finish that failed may be called again.
+// Leave ends it. A failed Finish may be called again.
 type Claim interface {
-	// Context is that of Store.Claim. It also ends when the store lets another process
-	// take the key, with [ErrLost] as the cause.
+	// Context is the context of Store.Claim. It also ends when the store lets another
+	// process take the key; its cause is then [ErrLost].
 	Context() context.Context
 
-	// Finish has the mark, and those of other keys, on the disk before it returns. The
-	// others may be written without the key's own if it fails, never the reverse. The
-	// caller has claims that keep everybody else from those keys.
+	// Finish writes the mark of the key and the entries of also to the disk before it
+	// returns. If it fails, also may be written without the key's own mark, never the
+	// reverse. The caller holds claims that protect the keys of also.
 	Finish(ctx context.Context, value []byte, also ...Entry) error
 
-	// Release undoes the claim: nothing has happened.
+	// Release undoes the claim. The effect has not happened.
 	Release(ctx context.Context) error
 
-	// Leave keeps the key in doubt.
+	// Leave ends the claim and leaves the key in doubt.
 	Leave(ctx context.Context) error
 }
 
-// Entry is a key and its value. Doubt is set by List only, for a key that is in doubt, and
-// for one that is claimed and may be under way.
+// Entry is a key and its value. Only List sets Doubt: for a key in doubt, and for a claimed
+// key, whose effect may be under way.
 type Entry struct {
 	Key   string
 	Value []byte

@@ -1,8 +1,9 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Command web builds the console's page from src into console/dist, which is committed: a
-// program that imports console needs neither Node.js nor a bundler. It needs npm.
+// Command web builds the console's page from src into console/dist. The result is
+// committed, so a program that imports console needs neither Node.js nor a bundler. The
+// command needs npm.
 //
 //	go run .
 package main
@@ -31,8 +32,8 @@ func main() {
 	}
 }
 
-// build fetches what package-lock.json says, checks the types, and returns the files of
-// dist.
+// build installs the packages of package-lock.json, checks the types, and returns the files
+// of dist.
 func build() (map[string][]byte, error) {
 	for _, c := range [][]string{
 		{"npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"},

@@ -1,11 +1,10 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Command echo guards routes of an echo service through echo.WrapMiddleware. Two
-// things are different there, and both are in this example: what echo passes to
-// the middleware lives only as long as its request, so replays go through the
-// router; and echo renders a handler's error after its middleware, so it is
-// rendered inside.
+// Command echo guards routes of an echo service through echo.WrapMiddleware. Echo differs
+// in two ways, and this example shows both. The request that echo passes to the middleware
+// is valid only during the request, so replays go through the router. Echo renders a
+// handler's error after its middleware, so this example renders it inside.
 package main
 
 import (
@@ -36,11 +35,11 @@ func main() {
 	}
 }
 
-// render lets echo answer a handler's error now, and tells the guard of it.
+// render lets echo answer a handler's error at once, and passes the error to the guard.
 func render(next echo.HandlerFunc) echo.HandlerFunc {
 	return func(c echo.Context) error {
 		if err := next(c); err != nil {
-			c.Error(err) // a status of 500 and above is a failure by itself
+			c.Error(err) // a status of 500 and above already is a failure
 		}
 		return nil
 	}
@@ -75,7 +74,7 @@ func run(out io.Writer) (err error) {
 		return c.String(http.StatusOK, "charged")
 	}, echo.WrapMiddleware(payments.Wrap), render)
 
-	server := httptest.NewServer(e) // yours: e.Start, and e.Shutdown before payments.Close
+	server := httptest.NewServer(e) // in your program: e.Start, and e.Shutdown before payments.Close
 	defer func() {
 		server.Close()
 		_, payErr := payments.Close(ctx)
@@ -114,7 +113,7 @@ func run(out io.Writer) (err error) {
 	return nil
 }
 
-// dependency is what the handlers need.
+// dependency is the service that the handlers call.
 type dependency struct {
 	mu   sync.Mutex
 	down bool

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Command function guards a plain function: it retries in place, and while the
-// breaker is open callers are told when to come back.
+// Command function guards a plain function. It retries in place. While the breaker is open,
+// callers are told when to come back.
 package main
 
 import (
@@ -44,22 +44,22 @@ func run(out io.Writer) (err error) {
 		return err
 	}
 
-	// A failure that passes is retried in place: the caller sees nothing of it.
+	// A short failure is retried in place: the caller does not see it.
 	pay.fail = 1
 	if err := charge.Do(ctx, 1); err != nil {
 		return err
 	}
 	fmt.Fprintf(out, "order 1: charged by call %d\n", pay.calls)
 
-	// What no retry can mend comes back at once.
+	// An error that no retry can fix is returned at once.
 	err = charge.Do(ctx, -2)
 	fmt.Fprintf(out, "order -2: %v, after %d call\n", err, pay.calls-2)
 	if err == nil {
 		return errors.New("order -2 was charged")
 	}
 
-	// An outage: the next six calls fail. Five failures in a row open the
-	// breaker; from then on only a probe gets through, now and then.
+	// An outage: the next six calls fail. Five failures in a row open the breaker. After
+	// that, only single probes get through.
 	pay.calls, pay.fail = 0, 6
 	var failed, refused int
 	for order := 3; order <= 30; {
@@ -70,12 +70,12 @@ func run(out io.Writer) (err error) {
 			order++
 		case errors.As(err, &held):
 			refused++
-			select { // the order is still ours: come back when it is worth it
+			select { // the caller keeps the order: try again later
 			case <-time.After(held.Until):
 			case <-ctx.Done():
 				return ctx.Err()
 			}
-		default: // its attempts are used up, or the breaker refused the next one
+		default: // the attempts are used up, or the breaker refused the next one
 			failed++
 		}
 	}
@@ -97,7 +97,7 @@ func run(out io.Writer) (err error) {
 	return nil
 }
 
-// gateway is the dependency; one caller uses it.
+// gateway is the dependency. It is for one caller.
 type gateway struct {
 	fail, calls int
 	charged     []int

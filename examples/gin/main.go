@@ -1,9 +1,9 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Command gin guards a gin service in both ways that gin's own adapters allow: a
-// plain http.Handler on one route by gin.WrapH, and gin's own handlers by
-// wrapping the engine as a whole.
+// Command gin guards a gin service in both ways that gin's own adapters allow: gin.WrapH
+// puts a plain http.Handler on one route, and a wrapper around the whole engine guards
+// gin's own handlers.
 package main
 
 import (
@@ -45,7 +45,7 @@ func run(out io.Writer) (err error) {
 		return nil
 	})
 
-	// One route: gin.WrapH takes the wrapped handler, and replays need no gin.
+	// One route: gin.WrapH takes the wrapped handler. Replays do not need gin.
 	payments, err := guardhttp.New(g, guardhttp.Config{Name: "payments"}, guardhttp.WithDeadLetters(letters))
 	if err != nil {
 		return err
@@ -62,8 +62,8 @@ func run(out io.Writer) (err error) {
 		return pay.use(string(body))
 	}))))
 
-	// gin's own handlers: the engine is wrapped, and its answers of 500 and above
-	// are the outcomes. A replay goes through the engine like any request.
+	// gin's own handlers: the engine is wrapped, and its answers of 500 and above are
+	// failures. A replay goes through the engine like any request.
 	stock, err := guardhttp.New(g, guardhttp.Config{Name: "stock"}, guardhttp.WithDeadLetters(letters),
 		guardhttp.WithDeferrable(func(r *http.Request) bool {
 			return r.Method == http.MethodPut && strings.HasPrefix(r.URL.Path, "/stock/")
@@ -83,7 +83,7 @@ func run(out io.Writer) (err error) {
 	})
 	engine.Any("/stock/*rest", gin.WrapH(stock.Wrap(inner)))
 
-	server := httptest.NewServer(engine) // yours: http.Server
+	server := httptest.NewServer(engine) // in your program: http.Server
 	defer func() {
 		server.Close()
 		_, payErr := payments.Close(ctx)
@@ -127,7 +127,7 @@ func run(out io.Writer) (err error) {
 	return nil
 }
 
-// dependency is what the handlers need.
+// dependency is the service that the handlers call.
 type dependency struct {
 	mu   sync.Mutex
 	down bool

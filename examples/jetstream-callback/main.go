@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Command jetstream-callback is a program that calls Consume of nats.go and settles by
-// itself, guarded by one line. It runs until it is interrupted.
+// Command jetstream-callback is a program that calls Consume of nats.go and settles
+// messages itself. One line puts the guard in front of it. It runs until it is interrupted.
 package main
 
 import (
@@ -36,7 +36,7 @@ func main() {
 	}
 }
 
-// charge is where a program of yours calls its dependency.
+// charge stands for your program's call of its dependency.
 func charge(order int) error {
 	log.Print("charged order ", order)
 	return nil
@@ -44,7 +44,7 @@ func charge(order int) error {
 
 func run(ctx context.Context, url string, charge func(order int) error) (err error) {
 	nc, err := nats.Connect(url, nats.MaxReconnects(-1), nats.IgnoreAuthErrorAbort(),
-		nats.PingInterval(10*time.Second), nats.FlusherTimeout(5*time.Second)) // by default it gives up after two minutes
+		nats.PingInterval(10*time.Second), nats.FlusherTimeout(5*time.Second)) // by default nats.go gives up after two minutes
 	if err != nil {
 		return err
 	}
@@ -55,7 +55,7 @@ func run(ctx context.Context, url string, charge func(order int) error) (err err
 	}
 	stream, err := js.CreateStream(ctx, jetstream.StreamConfig{Name: "ORDERS", Subjects: []string{"orders.>"}})
 	if err != nil {
-		return err // one of that name with other settings is there
+		return err // a stream of that name with other settings exists
 	}
 	consumer, err := stream.CreateConsumer(ctx, jetstream.ConsumerConfig{Durable: "billing"})
 	if err != nil {
@@ -80,14 +80,14 @@ func run(ctx context.Context, url string, charge func(order int) error) (err err
 		return err
 	}
 
-	// The program as it was. It is called by one goroutine, as nats.go has it.
+	// The program as it was before. One goroutine calls the function, as in nats.go.
 	consuming, err := consumer.Consume(func(m jetstream.Msg) {
 		order, err := strconv.Atoi(string(m.Data()))
 		if err == nil {
 			err = charge(order)
 		}
 		if err != nil {
-			_ = guardnats.Fail(m, err) // a failure: the guard retries or holds, and the server hears nothing
+			_ = guardnats.Fail(m, err) // a failure: the guard retries or holds; the server gets no answer
 			return
 		}
 		_ = m.Ack()

@@ -1,10 +1,10 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Command jetstream-dlq looks after the dead letters of a consumer that is not guarded.
-// JetStream gives a message up after MaxDeliver deliveries, and nobody is given it again:
-// a mover takes each to the stream ORDERS_DLQ, as far as a budget allows. From there they
-// are worked off at 50 a second. It runs until it is interrupted.
+// Command jetstream-dlq handles the dead letters of an unguarded consumer. JetStream gives
+// up a message after MaxDeliver deliveries, and delivers it to nobody again. A mover takes
+// such messages to the stream ORDERS_DLQ, as far as a budget allows. From there they are
+// repaired at 50 a second. The program runs until it is interrupted.
 package main
 
 import (
@@ -38,8 +38,8 @@ func main() {
 	}
 }
 
-// repair is where a program of yours does what the consumer could not. An error puts the
-// letter into the stream UNREPAIRED.
+// repair stands for the repair by your program. An error puts the letter into the stream
+// UNREPAIRED.
 func repair(body []byte) error {
 	log.Printf("repaired %q", body)
 	return nil
@@ -47,7 +47,7 @@ func repair(body []byte) error {
 
 func run(ctx context.Context, url string, repair func(body []byte) error) (err error) {
 	nc, err := nats.Connect(url, nats.MaxReconnects(-1), nats.IgnoreAuthErrorAbort(),
-		nats.PingInterval(10*time.Second), nats.FlusherTimeout(5*time.Second)) // by default it gives up after two minutes
+		nats.PingInterval(10*time.Second), nats.FlusherTimeout(5*time.Second)) // by default nats.go gives up after two minutes
 	if err != nil {
 		return err
 	}
@@ -58,7 +58,7 @@ func run(ctx context.Context, url string, repair func(body []byte) error) (err e
 	}
 	stream, err := js.CreateStream(ctx, jetstream.StreamConfig{Name: "ORDERS", Subjects: []string{"orders.>"}})
 	if err != nil {
-		return err // one of that name with other settings is there
+		return err // a stream of that name with other settings exists
 	}
 	if _, err := stream.CreateConsumer(ctx, jetstream.ConsumerConfig{Durable: "shipping", MaxDeliver: 2}); err != nil {
 		return err
@@ -79,8 +79,8 @@ func run(ctx context.Context, url string, repair func(body []byte) error) (err e
 	return workOff(ctx, js, repair)
 }
 
-// workOff repairs dead letters at a rate, so that a dependency that just came back is not
-// knocked over by them.
+// workOff repairs dead letters at a limited rate, so that they do not overload a dependency
+// that came back a moment ago.
 func workOff(ctx context.Context, js jetstream.JetStream, repair func(body []byte) error) (err error) {
 	consumer, err := js.CreateConsumer(ctx, "ORDERS_DLQ", jetstream.ConsumerConfig{Durable: "repair"})
 	if err != nil {

@@ -1,9 +1,9 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Command jetstream is a JetStream consumer behind the guard: a poison message goes to the
-// stream ORDERS_DLQ, an outage of what the handler needs does not. It runs until it is
-// interrupted.
+// Command jetstream is a JetStream consumer behind the guard. A poison message goes to the
+// stream ORDERS_DLQ; messages that fail in an outage of a dependency do not. The program
+// runs until it is interrupted.
 package main
 
 import (
@@ -37,7 +37,7 @@ func main() {
 	}
 }
 
-// charge is where a program of yours calls its dependency.
+// charge stands for your program's call of its dependency.
 func charge(order int) error {
 	log.Print("charged order ", order)
 	return nil
@@ -45,7 +45,7 @@ func charge(order int) error {
 
 func run(ctx context.Context, url string, charge func(order int) error) (err error) {
 	nc, err := nats.Connect(url, nats.MaxReconnects(-1), nats.IgnoreAuthErrorAbort(),
-		nats.PingInterval(10*time.Second), nats.FlusherTimeout(5*time.Second)) // by default it gives up after two minutes
+		nats.PingInterval(10*time.Second), nats.FlusherTimeout(5*time.Second)) // by default nats.go gives up after two minutes
 	if err != nil {
 		return err
 	}
@@ -56,7 +56,7 @@ func run(ctx context.Context, url string, charge func(order int) error) (err err
 	}
 	stream, err := js.CreateStream(ctx, jetstream.StreamConfig{Name: "ORDERS", Subjects: []string{"orders.>"}})
 	if err != nil {
-		return err // one of that name with other settings is there
+		return err // a stream of that name with other settings exists
 	}
 	consumer, err := stream.CreateConsumer(ctx, jetstream.ConsumerConfig{Durable: "billing"})
 	if err != nil {
@@ -77,8 +77,8 @@ func run(ctx context.Context, url string, charge func(order int) error) (err err
 		err = errors.Join(err, closeErr)
 	}()
 
-	// A handler acks nothing: nil acks, an error retries, Permanent is for what no retry
-	// can mend.
+	// A handler does not ack: nil acks, an error retries, Permanent is for errors that no
+	// retry can fix.
 	handle := func(_ context.Context, m jetstream.Msg) error {
 		order, err := strconv.Atoi(string(m.Data()))
 		if err != nil {

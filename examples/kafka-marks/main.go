@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Command kafka-marks puts the guard in front of a consumer group's handler that exists
-// already and marks by itself. It runs until it is interrupted.
+// Command kafka-marks puts the guard in front of an existing consumer group's handler,
+// which marks messages itself. It runs until it is interrupted.
 package main
 
 import (
@@ -25,7 +25,7 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// biller is the program's own handler, as it was before. It knows no guard.
+// biller is the program's own handler, as it was before. It does not know the guard.
 type biller struct{ charge func(order int) error }
 
 func (*biller) Setup(sarama.ConsumerGroupSession) error   { return nil }
@@ -43,7 +43,7 @@ func (b *biller) ConsumeClaim(session sarama.ConsumerGroupSession, claim sarama.
 				err = b.charge(order)
 			}
 			if err != nil {
-				return err // without a guard: a rebalance, and the same again at full speed
+				return err // without a guard: a rebalance, and then the same error again at full speed
 			}
 			session.MarkMessage(m, "")
 		case <-session.Context().Done():
@@ -64,7 +64,7 @@ func main() {
 	}
 }
 
-// charge is where a program of yours calls its dependency.
+// charge stands for your program's call of its dependency.
 func charge(order int) error {
 	log.Print("charged order ", order)
 	return nil
@@ -72,7 +72,7 @@ func charge(order int) error {
 
 func run(ctx context.Context, brokers []string, topic string, charge func(order int) error) (err error) {
 	config := sarama.NewConfig()
-	config.Consumer.Offsets.Initial = sarama.OffsetOldest // never jump over what is left
+	config.Consumer.Offsets.Initial = sarama.OffsetOldest // do not skip waiting messages
 	config.Consumer.Return.Errors = true                  // for WatchErrors
 
 	letters, err := guardkafka.NewDLQ(brokers, config, guardkafka.DLQConfig{Sources: []string{topic}}) // topic.dlq
@@ -80,7 +80,8 @@ func run(ctx context.Context, brokers []string, topic string, charge func(order 
 		return err
 	}
 	defer func() { err = errors.Join(err, letters.Close()) }()
-	// The loop has one message at a time, so a retry comes before the messages behind it.
+	// The loop handles one message at a time, so a retry comes before the messages behind
+	// it.
 	g, err := guard.New(guard.Config{Group: "invoices"}, guard.WithLogger(slog.Default()))
 	if err != nil {
 		return err
@@ -99,5 +100,5 @@ func run(ctx context.Context, brokers []string, topic string, charge func(order 
 
 	// This line was: h := &biller{charge}
 	h := guardkafka.WrapHandler(g, &biller{charge}, guardkafka.WithDeadLetters(letters))
-	return guardkafka.Consume(ctx, group, []string{topic}, h) // it closes the group
+	return guardkafka.Consume(ctx, group, []string{topic}, h) // Consume closes the group
 }

@@ -1,10 +1,10 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Command kafka-retry is a sarama consumer group with retry topics: an order that fails
-// alone, such as that of a customer who is not there yet, is parked for a minute, ten
-// minutes and an hour, and the later orders of its customer follow it. What still fails
-// then goes to the DLQ topic orders.dlq. It runs until it is interrupted.
+// Command kafka-retry is a sarama consumer group with retry topics. If only one order
+// fails, such as that of a customer who does not exist yet, it is parked for a minute, ten
+// minutes and an hour. Later orders of its customer follow it. If it still fails, it goes
+// to the DLQ topic orders.dlq. The program runs until it is interrupted.
 package main
 
 import (
@@ -40,7 +40,7 @@ func main() {
 	}
 }
 
-// charge is where a program of yours calls its dependency.
+// charge stands for your program's call of its dependency.
 func charge(customer string, order int) error {
 	log.Print("charged order ", order, " of ", customer)
 	return nil
@@ -48,11 +48,11 @@ func charge(customer string, order int) error {
 
 func run(ctx context.Context, brokers []string, topic, group string, delays []time.Duration, charge func(customer string, order int) error) (err error) {
 	config := sarama.NewConfig()
-	config.Consumer.Offsets.Initial = sarama.OffsetOldest // never jump over what is left
+	config.Consumer.Offsets.Initial = sarama.OffsetOldest // do not skip waiting messages
 	config.Consumer.Return.Errors = true                  // for WatchErrors
 
-	// The topics of dead letters, topic.dlq, and of each delay, topic.group.retry.1 and
-	// so on, are created if they are not there.
+	// The topics of dead letters (topic.dlq) and of each delay (topic.group.retry.1 and so
+	// on) are created if they do not exist.
 	letters, err := guardkafka.NewDLQ(brokers, config, guardkafka.DLQConfig{Sources: []string{topic}})
 	if err != nil {
 		return err
@@ -64,8 +64,8 @@ func run(ctx context.Context, brokers []string, topic, group string, delays []ti
 	}
 	defer func() { err = errors.Join(err, retries.Close()) }()
 
-	// The orders of a customer, which is the key, stay in their order; those of others
-	// do not wait for them.
+	// The orders of a customer, who is the key, stay in order. Orders of others do not wait
+	// for them.
 	policy := guard.Policy{Order: guard.OrderKey, Workers: 4}
 	g, err := guard.New(guard.Config{Group: group, Policy: policy}, guard.WithLogger(slog.Default()))
 	if err != nil {
@@ -83,7 +83,7 @@ func run(ctx context.Context, brokers []string, topic, group string, delays []ti
 	}
 	go guardkafka.WatchErrors(ctx, consumers, slog.Default())
 
-	// A parked message comes back as it was: with its topic, offset, time and headers.
+	// A parked message comes back unchanged: with its topic, offset, time and headers.
 	// Permanent is dead-lettered at once.
 	handle := func(_ context.Context, m *sarama.ConsumerMessage) error {
 		order, err := strconv.Atoi(string(m.Value))
@@ -93,5 +93,5 @@ func run(ctx context.Context, brokers []string, topic, group string, delays []ti
 		return charge(string(m.Key), order)
 	}
 	h := guardkafka.Wrap(g, handle, guardkafka.WithDeadLetters(letters), guardkafka.WithRetryTopics(retries))
-	return guardkafka.Consume(ctx, consumers, []string{topic}, h) // it closes the group
+	return guardkafka.Consume(ctx, consumers, []string{topic}, h) // Consume closes the group
 }

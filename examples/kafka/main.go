@@ -1,9 +1,9 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Command kafka is a sarama consumer group behind the guard: a poison message goes to
-// the DLQ topic orders.dlq, an outage of what the handler needs does not. It runs until
-// it is interrupted.
+// Command kafka is a sarama consumer group behind the guard. A poison message goes to the
+// DLQ topic orders.dlq; messages that fail in an outage of a dependency do not. The program
+// runs until it is interrupted.
 package main
 
 import (
@@ -39,7 +39,7 @@ func main() {
 	}
 }
 
-// charge is where a program of yours calls its dependency.
+// charge stands for your program's call of its dependency.
 func charge(order int) error {
 	log.Print("charged order ", order)
 	return nil
@@ -47,10 +47,10 @@ func charge(order int) error {
 
 func run(ctx context.Context, brokers []string, topic, groupID string, charge func(order int) error) (err error) {
 	config := sarama.NewConfig()
-	config.Consumer.Offsets.Initial = sarama.OffsetOldest // never jump over what is left
+	config.Consumer.Offsets.Initial = sarama.OffsetOldest // do not skip waiting messages
 	config.Consumer.Return.Errors = true                  // for WatchErrors
 
-	// The topic of dead letters, topic.dlq, is created if it is not there.
+	// The topic of dead letters, topic.dlq, is created if it does not exist.
 	letters, err := guardkafka.NewDLQ(brokers, config, guardkafka.DLQConfig{Sources: []string{topic}})
 	if err != nil {
 		return err
@@ -72,8 +72,8 @@ func run(ctx context.Context, brokers []string, topic, groupID string, charge fu
 	}
 	go guardkafka.WatchErrors(ctx, group, slog.Default())
 
-	// A handler marks nothing: nil marks, an error retries, Permanent is for what no
-	// retry can mend.
+	// A handler does not mark: nil marks, an error retries, Permanent is for errors that no
+	// retry can fix.
 	handle := func(_ context.Context, m *sarama.ConsumerMessage) error {
 		order, err := strconv.Atoi(string(m.Value))
 		if err != nil {
@@ -82,5 +82,5 @@ func run(ctx context.Context, brokers []string, topic, groupID string, charge fu
 		return charge(order)
 	}
 	h := guardkafka.Wrap(g, handle, guardkafka.WithDeadLetters(letters))
-	return guardkafka.Consume(ctx, group, []string{topic}, h) // it closes the group
+	return guardkafka.Consume(ctx, group, []string{topic}, h) // Consume closes the group
 }

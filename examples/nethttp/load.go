@@ -20,7 +20,7 @@ import (
 	"github.com/stormguard-mq/stormguard/breaker"
 )
 
-// plan is one run: requests at a rate, and an outage in the middle of them.
+// plan is one run: requests at a rate per second, with an outage in the middle.
 type plan struct {
 	rate   int
 	outage time.Duration
@@ -28,19 +28,19 @@ type plan struct {
 
 const (
 	warmUp   = 500 * time.Millisecond
-	cool     = time.Second // after everything is replayed
+	cool     = time.Second // time after the last replay
 	patience = 2 * time.Minute
 	quiet    = 20 * time.Millisecond
-	inFlight = 1024 // requests without an answer yet; past them clients do not come
+	inFlight = 1024 // most requests without an answer; above it no more are sent
 )
 
-// loaded is how long after the dependency's return the load goes on if the hold
-// is not empty before: the longest open period that an outage leaves, the ramp,
-// and some; less than patience. A machine that cannot do the rate never drains
-// beside it.
+// loaded is how long the load continues after the dependency is back, if the hold is not
+// empty earlier. It covers the longest open period that an outage leaves, the ramp, and
+// some spare time, and is less than patience. A machine that is too slow for the rate never
+// empties the hold under load.
 func (p plan) loaded() time.Duration { return min(3*p.outage/2, 30*time.Second) + 15*time.Second }
 
-// figures are what came of it. Times are in milliseconds.
+// figures are the results of a run. Times are in milliseconds.
 type figures struct {
 	Rate       int     `json:"rate"`
 	OutageS    float64 `json:"outage_s"`
@@ -50,22 +50,22 @@ type figures struct {
 	Refused    int     `json:"refused_503"`
 	Failed     int     `json:"failed_500"`
 	Other      int     `json:"other"`
-	Unsent     int     `json:"unsent"` // the machine was behind: inFlight
+	Unsent     int     `json:"unsent"` // requests not sent, because inFlight were waiting
 	Calls      int     `json:"calls_while_open"`
 	Probes     int     `json:"probes_while_open"`
 	P50        float64 `json:"degraded_p50_ms"`
 	P99        float64 `json:"degraded_p99_ms"`
 	Max        float64 `json:"degraded_max_ms"`
-	PlainP99   float64 `json:"plain_p99_ms"` // of a handler that the guard has nothing to do with, at the same time
+	PlainP99   float64 `json:"plain_p99_ms"` // of an unguarded handler at the same time
 	Replayed   int     `json:"replayed"`
 	Twice      int     `json:"replayed_twice"`
 	Missing    int     `json:"never_replayed"`
 	OutOfOrder int     `json:"out_of_order"`
 	NoHeader   int     `json:"without_hold_header"`
-	Gap        float64 `json:"gap_ms"`    // from the dependency's return to its first call
-	Closed     float64 `json:"closed_ms"` // … to the close of the breaker
+	Gap        float64 `json:"gap_ms"`    // from the return of the dependency to its first call
+	Closed     float64 `json:"closed_ms"` // from the return of the dependency to the close of the breaker
 	Drained    float64 `json:"drained_ms"`
-	Unloaded   bool    `json:"drained_without_load"` // in the end: plan.loaded
+	Unloaded   bool    `json:"drained_without_load"` // the hold was drained only after the load had ended
 }
 
 func (f *figures) print(w io.Writer) {
@@ -80,7 +80,7 @@ func (f *figures) print(w io.Writer) {
 	}
 }
 
-// check says what must not be. It asserts no time: that is the machine's.
+// check reports wrong results. It checks no times, since they depend on the machine.
 func (f *figures) check() error {
 	var errs []error
 	wrong := func(bad bool, format string, args ...any) {
@@ -101,9 +101,9 @@ type gateway struct {
 	mu    sync.Mutex
 	down  bool
 	calls int
-	first time.Time // call after it came back
+	first time.Time // time of the first call after the dependency came back
 	back  time.Time
-	done  []int // orders, in order
+	done  []int // handled orders, in order
 }
 
 func (g *gateway) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -138,22 +138,22 @@ func (g *gateway) count() int {
 	return g.calls
 }
 
-// answer is what a client saw.
+// answer is the answer that a client got.
 type answer struct {
 	seq    int
 	status int
 	hold   string
-	id     int // place in the hold
+	id     int // the request's number in the hold
 	sent   time.Time
 	took   time.Duration
 }
 
-// load sends requests, whatever becomes of those before, up to inFlight.
+// load sends requests without waiting for earlier answers, up to inFlight at a time.
 type load struct {
 	mu      sync.Mutex
 	answers []answer
 	err     error
-	unsent  int // of send's own goroutine, until it returns
+	unsent  int // belongs to send's goroutine until it returns
 }
 
 func (l *load) send(ctx context.Context, addr string, rate int, client *http.Client) {
@@ -188,8 +188,8 @@ func (l *load) send(ctx context.Context, addr string, rate int, client *http.Cli
 	}
 }
 
-// A plain request goes beside every tenth to a handler that is not guarded: what
-// the machine takes for any answer at all.
+// With every tenth request a plain request goes to an unguarded handler. It shows how long
+// the machine takes for any answer.
 const (
 	plainEvery = 10
 	plain      = -1
@@ -234,7 +234,8 @@ func (p plan) run(ctx context.Context) (f figures, err error) {
 		return f, err
 	}
 	defer func() { err = errors.Join(err, server.Shutdown(context.WithoutCancel(ctx))) }()
-	// Room for all orders of the outage, of the open period after it and the drain.
+	// The window has room for all orders of the outage, of the open period after it, and of
+	// the drain.
 	window := min(1<<20, int(float64(p.rate)*(2*p.outage.Seconds()+30)))
 	s, err := openShop(ctx, addr, window)
 	if err != nil {
@@ -303,8 +304,8 @@ func (s *shop) until(ctx context.Context, want breaker.State) error {
 	return nil
 }
 
-// still waits until the breaker is open and no call is under way, and counts
-// calls and probes then.
+// still waits until the breaker is open and no call is in progress. It then returns the
+// numbers of calls and probes.
 func (s *shop) still(ctx context.Context, gw *gateway) (calls, probes int) {
 	for ctx.Err() == nil {
 		time.Sleep(time.Millisecond)
@@ -321,10 +322,10 @@ func (s *shop) still(ctx context.Context, gw *gateway) (calls, probes int) {
 	return calls, probes
 }
 
-// count judges the answers against what the dependency saw.
+// count compares the answers with the calls that the dependency saw.
 func (f *figures) count(answers []answer, done []int, open, back time.Time) {
 	var degraded, plains []time.Duration
-	place := make(map[int]int) // of an order in the hold
+	place := make(map[int]int) // number of each held order
 	for _, a := range answers {
 		during := a.sent.After(open) && a.sent.Before(back)
 		if a.seq == plain {
@@ -359,7 +360,7 @@ func (f *figures) count(answers []answer, done []int, open, back time.Time) {
 	for _, seq := range done {
 		at, ok := place[seq]
 		if !ok {
-			continue // it was handled while its client waited
+			continue // the order was handled while its client waited
 		}
 		if seen[seq]++; seen[seq] > 1 {
 			f.Twice++

@@ -1,9 +1,9 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Command nethttp is a shop behind net/http whose payments go down under load:
-// those who ask are told when to come back, orders are taken and charged later,
-// in order. It prints what clients and the dependency saw.
+// Command nethttp is a shop behind net/http whose payments fail under load. Clients with a
+// question are told when to come back. Orders are accepted and charged later, in order. The
+// program prints what clients and the dependency saw.
 //
 //	go run ./examples/nethttp --outage 20s --rate 1000 --json
 package main
@@ -65,7 +65,7 @@ func command(ctx context.Context, out io.Writer, args []string) error {
 	return errors.Join(err, f.check())
 }
 
-// shop is the service: what you would write.
+// shop is the service, which you would write.
 type shop struct {
 	g        *guard.Guard
 	payments *guardhttp.Intake
@@ -80,7 +80,7 @@ func openShop(ctx context.Context, gateway string, window int) (*shop, error) {
 	if err != nil {
 		return nil, err
 	}
-	// In a real service: a queue, a table, a file that somebody looks at.
+	// In a real service this is a queue, a table, or a file that somebody reads.
 	letters := dlq.WriterFunc(func(_ context.Context, r *dlq.Record) error {
 		fmt.Fprintln(os.Stderr, "dead letter:", r.Origin.Subject, r.Origin.MessageID, r.Error.Message)
 		return nil
@@ -91,8 +91,8 @@ func openShop(ctx context.Context, gateway string, window int) (*shop, error) {
 	}
 	s := &shop{g: g, payments: payments, gateway: gateway, client: newClient()}
 	mux := http.NewServeMux()
-	mux.Handle("GET /balance", payments.Wrap(guardhttp.HandlerFunc(s.charge)))  // somebody waits for it
-	mux.Handle("POST /orders", payments.Defer(guardhttp.HandlerFunc(s.charge))) // nobody does
+	mux.Handle("GET /balance", payments.Wrap(guardhttp.HandlerFunc(s.charge)))  // a client waits for the answer
+	mux.Handle("POST /orders", payments.Defer(guardhttp.HandlerFunc(s.charge))) // nobody waits
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) {
 		if err := g.Ready(); err != nil {
 			http.Error(w, err.Error(), http.StatusServiceUnavailable)
@@ -102,8 +102,8 @@ func openShop(ctx context.Context, gateway string, window int) (*shop, error) {
 	return s, err
 }
 
-// charge asks the dependency. Its error, or an answer of 500 and above, is what
-// the breaker hears of; the guard retries what was held, and nothing else.
+// charge calls the dependency. The breaker sees its error, or an answer of 500 and above.
+// The guard retries held requests only.
 func (s *shop) charge(w http.ResponseWriter, r *http.Request) error {
 	req, err := http.NewRequestWithContext(r.Context(), r.Method, s.gateway, r.Body)
 	if err != nil {
@@ -121,7 +121,7 @@ func (s *shop) charge(w http.ResponseWriter, r *http.Request) error {
 	return err
 }
 
-// close: first the server, then what is held, then the guard.
+// close closes first the server, then the hold, then the guard.
 func (s *shop) close(ctx context.Context) error {
 	err := s.server.Shutdown(ctx)
 	_, closeErr := s.payments.Close(ctx)
@@ -142,6 +142,6 @@ func listen(ctx context.Context, h http.Handler) (*http.Server, string, error) {
 }
 
 func newClient() *http.Client {
-	const most = 1024 // a server that is slow must not cost all the files of this process
+	const most = 1024 // a slow server must not use up all files of this process
 	return &http.Client{Transport: &http.Transport{MaxIdleConns: most, MaxIdleConnsPerHost: most, MaxConnsPerHost: most, IdleConnTimeout: time.Minute}}
 }

@@ -1,10 +1,11 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Command otlp exports the spans and metrics of a guarded JetStream consumer by OTLP: one
-// trace goes from the producer to the dead letter. It runs until it is interrupted.
+// Command otlp exports the spans and metrics of a guarded JetStream consumer over OTLP. One
+// trace goes from the producer to the dead letter. The program runs until it is
+// interrupted.
 //
-// It is a module of its own, so that the exporter is no dependency of stormguard.
+// It is a separate module, so that the exporter is no dependency of stormguard.
 package main
 
 import (
@@ -43,7 +44,7 @@ func main() {
 	}
 }
 
-// bill is where a program of yours calls its dependency. ctx has the span.
+// bill stands for your program's call of its dependency. ctx has the span.
 func bill(_ context.Context, m jetstream.Msg) error {
 	log.Printf("billed order %s", m.Data())
 	return nil
@@ -60,15 +61,15 @@ func run(ctx context.Context, url, collector string, handle func(context.Context
 	}
 	traces := sdktrace.NewTracerProvider(sdktrace.WithBatcher(spans))
 	meters := metric.NewMeterProvider(metric.WithReader(metric.NewPeriodicReader(figures)))
-	// Spans of a message link to the producer's, as the messaging conventions have it; with
-	// guard.WithParentSpans one trace goes all the way.
+	// By default spans of a message link to the producer's span, as the messaging
+	// conventions say. With guard.WithParentSpans all are one trace.
 	g, err := guard.New(guard.Config{Group: "billing"}, guard.WithLogger(slog.Default()),
 		guard.WithTracerProvider(traces), guard.WithMeterProvider(meters),
 		guard.WithPropagator(propagation.TraceContext{}), guard.WithParentSpans())
 	if err != nil {
 		return err
 	}
-	defer func() { // a last look at the metrics belongs before the sources are gone
+	defer func() { // export metrics once more while the sources exist
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
 		defer cancel()
 		flushErr := meters.ForceFlush(ctx)
@@ -77,7 +78,7 @@ func run(ctx context.Context, url, collector string, handle func(context.Context
 	}()
 
 	nc, err := nats.Connect(url, nats.MaxReconnects(-1), nats.IgnoreAuthErrorAbort(),
-		nats.PingInterval(10*time.Second), nats.FlusherTimeout(5*time.Second)) // by default it gives up after two minutes
+		nats.PingInterval(10*time.Second), nats.FlusherTimeout(5*time.Second)) // by default nats.go gives up after two minutes
 	if err != nil {
 		return err
 	}
@@ -88,7 +89,7 @@ func run(ctx context.Context, url, collector string, handle func(context.Context
 	}
 	stream, err := js.CreateStream(ctx, jetstream.StreamConfig{Name: "ORDERS", Subjects: []string{"orders.>"}})
 	if err != nil {
-		return err // one of that name with other settings is there
+		return err // a stream of that name with other settings exists
 	}
 	consumer, err := stream.CreateConsumer(ctx, jetstream.ConsumerConfig{Durable: "billing"})
 	if err != nil {

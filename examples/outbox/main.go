@@ -2,10 +2,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command outbox charges each order exactly once, although orders are delivered more than
-// once and the charge is outside of the database. The handler writes the order, the mark of
+// once and the charge is outside the database. The handler writes the order, the mark of
 // its message and a row of the outbox in one transaction of PostgreSQL. A relay sends the
-// rows to the stream CHARGES, with a key that JetStream knows again. It runs until it is
-// interrupted.
+// rows to the stream CHARGES, with a key by which JetStream recognises duplicates. The
+// program runs until it is interrupted.
 package main
 
 import (
@@ -44,14 +44,14 @@ func main() {
 	}
 }
 
-// An outbox row is here until it was sent. The order of the rows is that of their commits
-// only nearly, so a receiver that needs the order asks for a number in the body.
+// A row stays in the outbox until it was sent. Rows are only nearly in the order of their
+// commits, so a receiver that needs the order needs a number in the body.
 const schema = `
 CREATE TABLE IF NOT EXISTS orders (id bigint PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS outbox (id bigserial PRIMARY KEY, key text NOT NULL UNIQUE, body bytea NOT NULL)`
 
-// window is for how long the stream CHARGES knows a key again: longer than a row can take
-// from its first sending to its deletion. After a longer stop, look before you start.
+// window is how long the stream CHARGES recognises a key: longer than the time from the
+// first sending of a row to its deletion. After a longer stop, check before you start.
 const window = 24 * time.Hour
 
 // sender sends a row of the outbox. It may be called again for a row that was sent.
@@ -79,7 +79,7 @@ func run(ctx context.Context, url, db string, send sender) (err error) {
 		return err
 	}
 	nc, err := nats.Connect(url, nats.MaxReconnects(-1), nats.IgnoreAuthErrorAbort(),
-		nats.PingInterval(10*time.Second), nats.FlusherTimeout(5*time.Second)) // by default it gives up after two minutes
+		nats.PingInterval(10*time.Second), nats.FlusherTimeout(5*time.Second)) // by default nats.go gives up after two minutes
 	if err != nil {
 		return err
 	}
@@ -120,8 +120,8 @@ func run(ctx context.Context, url, db string, send sender) (err error) {
 	defer cancel()
 	relaying.Go(func() { relay(ctx, pool, js, send) })
 
-	// The order, its mark and what is to be sent are one commit, and the message is acked
-	// after it.
+	// The order, its mark and the row to send are one commit. The message is acked after
+	// it.
 	handle := func(ctx context.Context, m jetstream.Msg) error {
 		order, err := strconv.ParseInt(string(m.Data()), 10, 64)
 		if err != nil {
@@ -139,7 +139,7 @@ func run(ctx context.Context, url, db string, send sender) (err error) {
 	return guardnats.Consume(ctx, g, consumer, handle, guardnats.WithDeadLetters(letters), guardnats.WithLogger(slog.Default()))
 }
 
-// relay sends the outbox, row by row. Several processes may do so.
+// relay sends the outbox, row by row. Several processes may run it.
 func relay(ctx context.Context, pool *pgxpool.Pool, js jetstream.JetStream, send sender) {
 	for wait := time.Duration(0); ; {
 		select {
@@ -157,13 +157,13 @@ func relay(ctx context.Context, pool *pgxpool.Pool, js jetstream.JetStream, send
 		case sent:
 			wait = 0
 		default:
-			wait = 100 * time.Millisecond // nothing is there; LISTEN would save the time
+			wait = 100 * time.Millisecond // the outbox is empty; LISTEN would save the wait
 		}
 	}
 }
 
-// relayOne sends the oldest row that no other process is sending, and deletes it after that.
-// A crash between the two sends it again, with the same key.
+// relayOne sends the oldest row that no other process is sending, and then deletes it.
+// After a crash between the two, the row is sent again, with the same key.
 func relayOne(ctx context.Context, pool *pgxpool.Pool, js jetstream.JetStream, send sender) (sent bool, err error) {
 	err = pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
 		var id int64

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Command rabbitmq-range guards a consumer that exists: a loop over deliveries that acks
-// and rejects by itself. It runs until it is interrupted.
+// Command rabbitmq-range guards an existing consumer: a loop over deliveries that acks and
+// rejects itself. It runs until it is interrupted.
 package main
 
 import (
@@ -36,7 +36,7 @@ func main() {
 	}
 }
 
-// charge is where a program of yours calls its dependency.
+// charge stands for your program's call of its dependency.
 func charge(order int) error {
 	log.Print("charged order ", order)
 	return nil
@@ -60,15 +60,15 @@ func run(ctx context.Context, url, queue string, charge func(order int) error) (
 	return consume(ctx, g, letters, url, queue, charge)
 }
 
-// consume is the program as it was, but for two lines: the one with guardamqp.Deliveries, and
-// guardamqp.Fail in place of d.Reject(false). Without the guard an outage empties the queue
-// into its dead-letter exchange.
+// consume is the program as it was before, except for two lines: guardamqp.Deliveries is
+// new, and guardamqp.Fail replaces d.Reject(false). Without the guard an outage moves the
+// whole queue to its dead-letter exchange.
 func consume(ctx context.Context, g *guard.Guard, letters *guardamqp.DLQ, url, queue string, charge func(order int) error) error {
 	conn, err := amqp091.Dial(url)
 	if err != nil {
 		return err
 	}
-	defer conn.Close() //nolint:errcheck // it ends with the program
+	defer conn.Close() //nolint:errcheck // the connection ends with the program
 	ch, err := conn.Channel()
 	if err != nil {
 		return err

@@ -1,9 +1,9 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Command rabbitmq consumes a RabbitMQ queue behind the guard: a poison message goes to
-// the queue orders.dlq, an outage of what the handler needs does not. It runs until it is
-// interrupted.
+// Command rabbitmq consumes a RabbitMQ queue behind the guard. A poison message goes to the
+// queue orders.dlq; messages that fail in an outage of a dependency do not. The program
+// runs until it is interrupted.
 package main
 
 import (
@@ -37,7 +37,7 @@ func main() {
 	}
 }
 
-// charge is where a program of yours calls its dependency.
+// charge stands for your program's call of its dependency.
 func charge(order int) error {
 	log.Print("charged order ", order)
 	return nil
@@ -63,8 +63,8 @@ func run(ctx context.Context, url, queue string, charge func(order int) error) (
 		err = errors.Join(err, closeErr, letters.Close(ctx))
 	}()
 
-	// A handler acks nothing: nil acks, an error retries, Permanent is for what no retry
-	// can mend.
+	// A handler does not ack: nil acks, an error retries, Permanent is for errors that no
+	// retry can fix.
 	handle := func(_ context.Context, d amqp091.Delivery) error {
 		order, err := strconv.Atoi(string(d.Body))
 		if err != nil {
@@ -75,7 +75,7 @@ func run(ctx context.Context, url, queue string, charge func(order int) error) (
 	return guardamqp.Consume(ctx, g, dialer, queue, handle, guardamqp.WithDeadLetters(letters), guardamqp.WithLogger(slog.Default()))
 }
 
-// declare makes the queue, if it is not there.
+// declare creates the queue if it does not exist.
 func declare(url, queue string) error {
 	conn, err := amqp091.Dial(url)
 	if err != nil {

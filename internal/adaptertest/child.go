@@ -17,27 +17,28 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// childEnv makes a test binary a consumer process; it holds the orders.
+// childEnv is the environment variable that makes a test binary a consumer process. Its
+// value is the orders.
 const childEnv = "STORMGUARD_TEST_CHILD"
 
-// orders is what a consumer process is told.
+// orders are the settings of a consumer process.
 type orders struct {
-	Ledger string   `json:"ledger"` // a file of what was handled
-	Outage string   `json:"outage"` // a file: while it is there the dependency is down
+	Ledger string   `json:"ledger"` // the file with the handled messages
+	Outage string   `json:"outage"` // a file; while it exists the dependency is down
 	Mutant bool     `json:"mutant"`
 	Args   []string `json:"args"`
 }
 
-// Child is what a consumer process has to work with.
+// Child holds the tools of a consumer process.
 type Child struct {
 	Guard  *guard.Guard
-	Args   []string // of Kills
+	Args   []string // Kills.Args
 	Mutant bool     // settle before handling
 	outage string
 	ledger *os.File
 }
 
-// consume is the consumer process; it returns why it ended.
+// consume is the consumer process. It returns why the process ended.
 func (s Suite) consume(text string) error {
 	var o orders
 	if err := json.Unmarshal([]byte(text), &o); err != nil {
@@ -46,7 +47,7 @@ func (s Suite) consume(text string) error {
 	if s.Child == nil {
 		return errors.New("Suite.Child is nil")
 	}
-	go func() { // the parent is gone
+	go func() { // ends the process when the parent is gone
 		_, _ = io.Copy(io.Discard, os.Stdin)
 		os.Exit(4)
 	}()
@@ -67,8 +68,8 @@ func (s Suite) consume(text string) error {
 
 var errDown = errors.New("connection refused")
 
-// Handle is what the process does with a message: it fails in an outage, and
-// else writes the body into the ledger. A kill right after makes a duplicate.
+// Handle handles a message: in an outage it fails, otherwise it writes the body to the
+// ledger. A kill directly after that makes a duplicate.
 func (c *Child) Handle(body []byte) error {
 	if _, err := os.Stat(c.outage); err == nil {
 		if err := c.enter("failed", body); err != nil {
@@ -81,13 +82,13 @@ func (c *Child) Handle(body []byte) error {
 	return err
 }
 
-// enter makes a line of one write, which a kill does not tear.
+// enter writes a line in one write, so that a kill does not tear it.
 func (c *Child) enter(what string, body []byte) error {
 	_, err := fmt.Fprintf(c.ledger, "%s %s\n", what, body)
 	return err
 }
 
-// start starts a process with orders, and returns how to kill it.
+// start starts a process with orders, and returns a function that kills it.
 func (o orders) start(t *testing.T) (kill func()) {
 	t.Helper()
 	text, err := json.Marshal(o)
@@ -101,7 +102,7 @@ func (o orders) start(t *testing.T) (kill func()) {
 	cmd := exec.CommandContext(t.Context(), exe) //nolint:gosec // this very program
 	cmd.Env = append(os.Environ(), childEnv+"="+string(text))
 	cmd.Stderr = os.Stderr
-	in, err := cmd.StdinPipe() // its end tells of ours
+	in, err := cmd.StdinPipe() // the child ends when this pipe ends
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -113,7 +114,7 @@ func (o orders) start(t *testing.T) (kill func()) {
 		_ = cmd.Wait()
 		_ = in.Close()
 	}
-	t.Cleanup(end) // of a test that failed
+	t.Cleanup(end) // for a failed test
 	return func() {
 		end()
 		if code := cmd.ProcessState.ExitCode(); code >= 0 {

@@ -11,29 +11,29 @@ import (
 	"time"
 )
 
-// Kills is a test of consumer processes that are killed one after another: in
-// an outage of what the handler depends on, while they handle, and while they
-// recover, in turns. Messages are the numbers from 0, written out as bodies.
+// Kills is a test of consumer processes that are killed one after another: in turn during
+// an outage of the dependency, during handling, and during recovery. Messages are the
+// numbers from 0, as text.
 type Kills struct {
 	Kills int // how many processes are killed
 	Each  int // how many messages are published before each starts
 	Twice int // how many messages may be handled twice for each kill
-	// Lanes is in how many lanes the adapter keeps order: message i is in lane i
-	// modulo Lanes. 0 if it promises none.
+	// Lanes is the number of lanes in which the adapter keeps the order: message i is in
+	// lane i modulo Lanes. 0 if it keeps no order.
 	Lanes int
-	// Args is what Suite.Child gets to know: an address, a queue.
+	// Args are passed to Suite.Child: an address, a queue.
 	Args []string
-	// Publish returns when the broker has the messages from to to-1.
+	// Publish publishes the messages from to to-1, and returns when the broker has them.
 	Publish func(from, to int)
-	// Left is how many messages the broker still has to deliver, or may have to;
-	// not 0 if it cannot be told right now. Those in the process's hands need
-	// not be among them.
+	// Left returns how many messages the broker still has, or may still have, to deliver.
+	// It returns a number above 0 if that is unknown now. Messages that the process holds
+	// need not be counted.
 	Left func() int
 }
 
-// LosesNothing fails the test if a message is never handled, if more than Twice
-// a kill are handled again, or if one is first handled before all that precede
-// it in its lane.
+// LosesNothing fails the test if a message is never handled, if more than Twice messages
+// per kill are handled again, or if a message is first handled before all earlier messages
+// of its lane.
 func (k Kills) LosesNothing(t *testing.T) {
 	t.Helper()
 	b := k.run(t, false)
@@ -43,8 +43,8 @@ func (k Kills) LosesNothing(t *testing.T) {
 	}
 }
 
-// CatchesMutant fails the test if a process that settles before it handles
-// loses nothing, so that LosesNothing would prove nothing.
+// CatchesMutant fails the test if a process that settles before it handles loses nothing:
+// then LosesNothing would prove nothing.
 func (k Kills) CatchesMutant(t *testing.T) {
 	t.Helper()
 	b := k.run(t, true)
@@ -54,7 +54,8 @@ func (k Kills) CatchesMutant(t *testing.T) {
 	}
 }
 
-// run publishes, starts and kills, and returns the books when all is handled.
+// run publishes messages, starts and kills processes, and returns the audit when all
+// messages are handled.
 func (k Kills) run(t *testing.T, mutant bool) books {
 	t.Helper()
 	l := newLedger(t, k.Kills*k.Each, k.Lanes)
@@ -85,8 +86,8 @@ func (k Kills) run(t *testing.T, mutant bool) books {
 	outage(false)
 	kill := o.start(t)
 	defer kill()
-	// What is left may be everything, one message at a time; a minute in which
-	// nothing is handled is too long.
+	// All messages may still be left, and are handled one at a time. A minute without a
+	// handled message is too long.
 	for size, since := int64(-1), time.Now(); ; time.Sleep(5 * time.Millisecond) {
 		if now := l.size(t); now != size {
 			size, since = now, time.Now()

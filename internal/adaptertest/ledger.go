@@ -12,10 +12,10 @@ import (
 	"testing"
 )
 
-// done is what a ledger's line of a handled message begins with.
+// done is the first word of a ledger's line about a handled message.
 const done = "done"
 
-// ledger is the file that consumer processes write, of n messages in lanes.
+// ledger is the file that consumer processes write, about n messages in lanes.
 type ledger struct {
 	path     string
 	n, lanes int
@@ -39,19 +39,19 @@ func (l ledger) size(t *testing.T) int64 {
 	return st.Size()
 }
 
-// books is what a ledger says of messages that were handled.
+// books are the numbers that an audit counts.
 type books struct {
-	lost     int // never handled
-	twice    int // handled again
-	disorder int // first handled before or after their turn in their lane
+	lost     int // messages that were never handled
+	twice    int // messages that were handled again
+	disorder int // messages that were first handled before or after their turn in their lane
 }
 
 func (b books) String() string {
 	return fmt.Sprintf("%d lost, %d handled twice, %d out of order", b.lost, b.twice, b.disorder)
 }
 
-// audit reads the ledger as far as it is written. A message's turn is when all
-// before it in its lane have been handled, and none after it.
+// audit counts the complete lines of the ledger. A message's turn is when all earlier
+// messages of its lane have been handled, and no later one.
 func (l ledger) audit(t *testing.T) (b books) {
 	t.Helper()
 	text, err := os.ReadFile(l.path)

@@ -14,22 +14,22 @@ import (
 	"go.uber.org/goleak"
 )
 
-// Suite is how the tests of a package run.
+// Suite says how the tests of a package run.
 type Suite struct {
-	// Parallel is how many tests run at once. They mostly wait for a broker, so
-	// it may be more than one for each processor.
+	// Parallel is the number of tests that run at once. They mostly wait for a broker, so
+	// it may be larger than the number of processors.
 	Parallel int
-	// Child consumes as the process that [Kills] starts and kills.
+	// Child is the consumer in the process that [Kills] starts and kills.
 	Child func(*Child) error
-	// End ends what the tests share; nil for nothing.
+	// End closes the resources that the tests share; it may be nil.
 	End func() error
-	// Ignore excuses goroutines that a client library never ends.
+	// Ignore excludes goroutines that a client library never ends.
 	Ignore []goleak.Option
 }
 
-// Main is a TestMain: it runs the tests and checks that no goroutine is left,
-// with patience for those of a client library that end a while after their
-// connection. It does not return.
+// Main is called by a TestMain. It runs the tests and checks that no goroutine is left. It
+// waits for goroutines of a client library that end some time after their connection. Main
+// does not return.
 func Main(m *testing.M, s Suite) {
 	if orders := os.Getenv(childEnv); orders != "" {
 		fmt.Fprintln(os.Stderr, "child:", s.consume(orders))
@@ -55,7 +55,7 @@ func Main(m *testing.M, s Suite) {
 }
 
 func leaks(ignore []goleak.Option) (err error) {
-	for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); { // which only a leak takes
+	for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); { // only a leak takes so long
 		if err = goleak.Find(ignore...); err == nil {
 			return nil
 		}
@@ -63,10 +63,10 @@ func leaks(ignore []goleak.Option) (err error) {
 	return fmt.Errorf("goleak: %w", err)
 }
 
-// Full tells whether the long forms of the tests run: STORMGUARD_FULL=1.
+// Full reports whether the long forms of the tests run: STORMGUARD_FULL=1.
 func Full() bool { return os.Getenv("STORMGUARD_FULL") == "1" }
 
-// NotShort skips the test with -short; what says what takes its time.
+// NotShort skips the test with -short; what describes the part that takes long.
 func NotShort(t testing.TB, what string) {
 	t.Helper()
 	if testing.Short() {

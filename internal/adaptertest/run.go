@@ -13,7 +13,8 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// Context ends with the test, or after a time that only a failure takes.
+// Context returns a context that ends with the test, or after 3 minutes, which only a
+// failure takes.
 func Context(t testing.TB) context.Context {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
@@ -21,7 +22,8 @@ func Context(t testing.TB) context.Context {
 	return ctx
 }
 
-// Eventually polls until ok or a deadline that only a failure meets.
+// Eventually polls until ok returns true. After 3 minutes, which only a failure takes, it
+// fails the test.
 func Eventually(t testing.TB, what string, ok func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(3 * time.Minute); !ok(); time.Sleep(5 * time.Millisecond) {
@@ -46,7 +48,7 @@ func Guard(t testing.TB, cfg guard.Config, opts ...guard.Option) *guard.Guard {
 	return g
 }
 
-// Log is silent unless STORMGUARD_TEST_LOG is set.
+// Log returns a logger that is silent unless STORMGUARD_TEST_LOG is set.
 func Log() *slog.Logger {
 	if os.Getenv("STORMGUARD_TEST_LOG") == "" {
 		return slog.New(slog.DiscardHandler)
@@ -54,20 +56,20 @@ func Log() *slog.Logger {
 	return slog.New(slog.NewTextHandler(os.Stderr, nil))
 }
 
-// Source waits until a source is open.
+// Source waits until a source is open, and returns it.
 func Source(t testing.TB, g *guard.Guard, name string) guard.Control {
 	t.Helper()
 	Eventually(t, "the source "+name+" is open", func() bool { return g.Source(name) != nil })
 	return g.Source(name)
 }
 
-// Running is a consumption that a test stops.
+// Running is a consumer that a test stops.
 type Running struct {
 	cancel context.CancelFunc
 	done   chan error
 }
 
-// Run runs consume until the test stops it, at its end at the latest.
+// Run runs consume until the test stops it, or until the end of the test.
 func Run(t testing.TB, consume func(context.Context) error) *Running {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -77,14 +79,14 @@ func Run(t testing.TB, consume func(context.Context) error) *Running {
 	return r
 }
 
-// Stop ends it and returns its error.
+// Stop ends the consumer and returns its error.
 func (r *Running) Stop(t testing.TB) error {
 	t.Helper()
 	r.cancel()
 	return r.Wait(t)
 }
 
-// Wait returns its error once it has ended by itself.
+// Wait waits for the consumer to end by itself, and returns its error.
 func (r *Running) Wait(t testing.TB) error {
 	t.Helper()
 	select {

@@ -1,11 +1,11 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package apilist lists what the public packages of this module export. The listing is
-// committed as api/*.txt, one file for each package, so a review sees every change of the
-// front as a change of lines.
+// Package apilist lists the exported names of this module's public packages. The list is
+// committed as api/*.txt, one file for each package. So a review sees every change of the
+// API as changed lines.
 //
-// Write the listing anew from the root of the project:
+// Write the list again from the root of the project:
 //
 //	go test ./internal/apilist -update
 package apilist
@@ -27,21 +27,21 @@ import (
 // A Package is one public package.
 type Package struct {
 	Dir   string   // relative to the root, with slashes
-	Name  string   // as importers write it
+	Name  string   // the package's name in code
 	Names int      // exported constants, variables, functions and types
-	Lines []string // one for each of these, each method and each field, sorted
+	Lines []string // one line for each name, method and field, sorted
 }
 
-// File is the name of the package's file below api.
+// File returns the name of the package's file in api.
 func (p Package) File() string { return strings.ReplaceAll(p.Dir, "/", "-") + ".txt" }
 
-// Text is the content of the file.
+// Text returns the content of the file.
 func (p Package) Text() string {
 	return fmt.Sprintf("package %s // %s, %d names\n\n%s\n", p.Name, p.Dir, p.Names, strings.Join(p.Lines, "\n"))
 }
 
-// Public lists the packages below root that a user can import, but programs and those of
-// other modules, in the order of their folders.
+// Public returns the packages below root that a user can import, in the order of their
+// folders. It leaves out programs and other modules.
 func Public(root string) ([]Package, error) {
 	var found []Package
 	err := filepath.WalkDir(root, func(path string, d os.DirEntry, err error) error {
@@ -76,7 +76,7 @@ func Public(root string) ([]Package, error) {
 	return found, err
 }
 
-// list reads the exported names off the files of a package.
+// list reads the exported names of a package from its files.
 func list(dir string, files []string) (Package, error) {
 	l := lister{fset: token.NewFileSet()}
 	for _, f := range files {
@@ -111,7 +111,7 @@ func (l *lister) name(line string) {
 	l.add(line)
 }
 
-// source is the source text of a node, on one line.
+// source returns the source text of a node, on one line.
 func (l *lister) source(n ast.Node) string {
 	var b bytes.Buffer
 	if err := printer.Fprint(&b, l.fset, n); err != nil {
@@ -152,7 +152,7 @@ func (l *lister) declaration(d *ast.GenDecl) {
 	}
 }
 
-// typed lists a type, and below it its exported fields or methods.
+// typed adds a type, and its exported fields or methods.
 func (l *lister) typed(s *ast.TypeSpec) {
 	name := s.Name.Name
 	if s.TypeParams != nil {

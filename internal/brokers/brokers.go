@@ -20,7 +20,7 @@ import (
 	"time"
 )
 
-// A Kind of broker.
+// A Kind is a kind of broker.
 type Kind string
 
 // The kinds that scripts/brokers knows.
@@ -29,21 +29,21 @@ const (
 	RabbitMQ  Kind = "rabbitmq"  // 3.x
 	RabbitMQ4 Kind = "rabbitmq4" // 4.x; needs root
 	NATS      Kind = "nats"
-	Redis     Kind = "redis" // no broker, but started and killed like one
+	Redis     Kind = "redis" // not a broker, but started and killed like one
 	Etcd      Kind = "etcd"
 	Postgres  Kind = "postgres"
 )
 
-// ErrLeftOut means that this machine cannot run the kind: no root, or a package
-// that it does not have. The error's text says what would help.
+// ErrLeftOut means that this machine cannot run the kind: it has no root, or a package is
+// missing. The error's text says what would help.
 var ErrLeftOut = errors.New("brokers: left out")
 
-// Env is the variable whose value, if set, is the address that Find returns.
+// Env returns the name of the environment variable that sets the address for Find.
 func (k Kind) Env() string { return "STORMGUARD_" + strings.ToUpper(string(k)) }
 
-// Find returns the address of a broker that many may share: the value of
-// k.Env(), or else that of the default instance, started if it does not run.
-// That one keeps running afterwards. See [Broker.Addr] for the form.
+// Find returns the address of a broker that several programs may share: the value of
+// k.Env(), or else the address of the default instance. Find starts that instance if it
+// does not run, and leaves it running. See [Broker.Addr] for the format.
 func Find(ctx context.Context, k Kind) (addr string, err error) {
 	if addr := os.Getenv(k.Env()); addr != "" {
 		return addr, nil
@@ -51,23 +51,22 @@ func Find(ctx context.Context, k Kind) (addr string, err error) {
 	return script(ctx, "start", string(k))
 }
 
-// Options of an instance. The zero value is one node under a name that no
+// Options are the options of an instance. The zero value is one node, under a name that no
 // other instance has.
 type Options struct {
-	// Name of the instance, 1 to 40 of A-Z a-z 0-9 . _ -; an existing one is
+	// Name is the instance's name: 1 to 40 of A-Z a-z 0-9 . _ -. An existing instance is
 	// taken over, with its data.
 	Name string
-	// Nodes, 1 to 5, of Kafka; the others have one. Unset means 1.
+	// Nodes is the number of Kafka nodes, 1 to 5; default 1. Other kinds have one node.
 	Nodes int
-	// Set is added to the broker's configuration: server.properties,
-	// rabbitmq.conf or the server's configuration file. {NAME} in a value becomes
-	// a port, for further listeners: node1 is the one in Addr, any other name is a
-	// free port, which Info tells.
+	// Set is added to the broker's configuration: server.properties, rabbitmq.conf or the
+	// server's configuration file. {NAME} in a value becomes a port, for more listeners.
+	// node1 is the port in Addr. Any other name is a free port, which Info returns.
 	Set map[string]string
 }
 
-// A Broker is an instance that Start made. It ends with Stop, or, if this
-// process dies before that, when anybody starts a broker next.
+// A Broker is an instance that Start made. It ends with Stop. If this process dies before
+// that, the next start of any broker ends it.
 type Broker struct {
 	kind Kind
 	name string
@@ -75,7 +74,7 @@ type Broker struct {
 	args []string
 }
 
-// Start makes an instance of the caller's own, whatever k.Env() says.
+// Start makes an instance for the caller alone. It ignores k.Env().
 func Start(ctx context.Context, k Kind, o Options) (*Broker, error) {
 	if o.Name == "" {
 		o.Name = fmt.Sprintf("own-%d-%s", os.Getpid(), strings.ToLower(rand.Text()[:6]))
@@ -89,7 +88,7 @@ func Start(ctx context.Context, k Kind, o Options) (*Broker, error) {
 		b.args = append(b.args, "--set", key+"="+o.Set[key])
 	}
 	if err := b.Restart(ctx); err != nil {
-		// Not ctx: it may be why the start failed.
+		// Not ctx: its end may be why the start failed.
 		stop, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Minute)
 		defer cancel()
 		return nil, errors.Join(err, b.Stop(stop))
@@ -97,16 +96,16 @@ func Start(ctx context.Context, k Kind, o Options) (*Broker, error) {
 	return b, nil
 }
 
-// Addr is host:port for Kafka, comma-separated with several nodes, and a URL for
-// the others: amqp://user:password@host:port/, nats://host:port, redis://host:port,
+// Addr returns host:port for Kafka, comma-separated for several nodes, and a URL for the
+// others: amqp://user:password@host:port/, nats://host:port, redis://host:port,
 // http://host:port or postgres://user@host:port/database. It stays the same until Stop.
 func (b *Broker) Addr() string { return b.addr }
 
-// Name tells the instance from others of its kind.
+// Name returns the instance's name, which is unique among instances of its kind.
 func (b *Broker) Name() string { return b.name }
 
-// Kill ends a node, from 1, as a crash would: kill -9. Node 0 means all. When
-// Kill returns the process is gone. Data and ports stay.
+// Kill ends a node like a crash: kill -9. Nodes count from 1; 0 means all. When Kill
+// returns the process is gone. Data and ports stay.
 func (b *Broker) Kill(ctx context.Context, node int) error {
 	args := []string{"kill", string(b.kind), "--name", b.name}
 	if node != 0 {
@@ -116,7 +115,7 @@ func (b *Broker) Kill(ctx context.Context, node int) error {
 	return err
 }
 
-// Restart starts the nodes that do not run, and returns when they serve.
+// Restart starts the nodes that do not run, and returns when they are ready.
 func (b *Broker) Restart(ctx context.Context) error {
 	addr, err := script(ctx, b.args...)
 	if err == nil {
@@ -131,10 +130,10 @@ func (b *Broker) Stop(ctx context.Context) error {
 	return err
 }
 
-// Info returns what scripts/brokers knows about the instance. Keys are address,
-// version, directory, nodes, up (how many run), pid1 and log1 and so on for
-// each node, port_NAME for each port, and for RabbitMQ management, the URL of its
-// HTTP API.
+// Info returns the properties of the instance that scripts/brokers knows. Keys are address,
+// version, directory, nodes, up (the number of running nodes), pid1 and log1 and so on for
+// each node, and port_NAME for each port. RabbitMQ also has management, the URL of its HTTP
+// API.
 func (b *Broker) Info(ctx context.Context) (map[string]string, error) {
 	out, err := script(ctx, "info", string(b.kind), "--name", b.name)
 	if err != nil {
@@ -148,20 +147,20 @@ func (b *Broker) Info(ctx context.Context) (map[string]string, error) {
 	return info, nil
 }
 
-// Version is what the running broker calls itself, such as "Kafka 4.3.1".
+// Version returns the name and version of the running broker, such as "Kafka 4.3.1".
 func (b *Broker) Version(ctx context.Context) (string, error) {
 	info, err := b.Info(ctx)
 	return info["version"], err
 }
 
-// Ctl runs rabbitmqctl against the instance and returns what it prints, which
-// takes some 2 s. Only RabbitMQ has it.
+// Ctl runs rabbitmqctl against the instance and returns its output. It takes about 2 s.
+// Only RabbitMQ has it.
 func (b *Broker) Ctl(ctx context.Context, args ...string) (string, error) {
 	return script(ctx, append([]string{"ctl", string(b.kind), "--name", b.name, "--"}, args...)...)
 }
 
-// script runs scripts/brokers and returns its standard output without the last
-// newline. When ctx ends, the script is asked to end, and undoes a start.
+// script runs scripts/brokers and returns its standard output without the last newline.
+// When ctx ends, the script is told to stop, and undoes a start.
 func script(ctx context.Context, args ...string) (string, error) {
 	path, err := find()
 	if err != nil {
@@ -186,11 +185,11 @@ func script(ctx context.Context, args ...string) (string, error) {
 	return "", fmt.Errorf("brokers: scripts/brokers %s: %w: %s", strings.Join(args, " "), err, bytes.TrimSpace(stderr.Bytes()))
 }
 
-// leftOut is the exit status with which scripts/brokers says ErrLeftOut.
+// leftOut is the exit status of scripts/brokers for ErrLeftOut.
 const leftOut = 77
 
-// find returns the path of scripts/brokers in the module that the working
-// directory is in. A module within it, such as bench, is not the one.
+// find returns the path of scripts/brokers in the stormguard module that contains the
+// working directory. It ignores modules inside it, such as bench.
 func find() (string, error) {
 	start, err := os.Getwd()
 	if err != nil {

@@ -9,8 +9,8 @@ import (
 	"os"
 )
 
-// TB is what ForTest and StartForTest need of a testing.TB. Programs link this
-// package as well, and they do not link testing.
+// TB has the methods of testing.TB that ForTest and StartForTest need. Programs link this
+// package too, and should not link testing.
 type TB interface {
 	Helper()
 	Context() context.Context
@@ -20,10 +20,10 @@ type TB interface {
 	Skipf(format string, args ...any)
 }
 
-// ForTest is Find for a test: the address, or else it ends the test. A broker
-// that this machine cannot run skips the test, loudly; with CI=true it fails
-// the test, except for RabbitMQ 4, which needs root. A broker that could run
-// and does not is always a failure.
+// ForTest is Find for a test. It returns the address, or ends the test. If this machine
+// cannot run the broker, the test is skipped with a message; with CI=true it fails, except
+// for RabbitMQ 4, which needs root. If the broker should run and does not, the test always
+// fails.
 func ForTest(tb TB, k Kind) string {
 	tb.Helper()
 	addr, err := Find(tb.Context(), k)
@@ -33,8 +33,8 @@ func ForTest(tb TB, k Kind) string {
 	return addr
 }
 
-// StartForTest is Start for a test, which stops the instance when it ends. It
-// gives up as ForTest does.
+// StartForTest is Start for a test. It stops the instance at the end of the test. Without a
+// broker it behaves as ForTest.
 func StartForTest(tb TB, k Kind, o Options) *Broker {
 	tb.Helper()
 	b, err := Start(tb.Context(), k, o)
@@ -43,7 +43,7 @@ func StartForTest(tb TB, k Kind, o Options) *Broker {
 		return nil
 	}
 	tb.Cleanup(func() {
-		// The test's own context is over by now.
+		// The test's own context has already ended.
 		if err := b.Stop(context.WithoutCancel(tb.Context())); err != nil {
 			tb.Errorf("%v", err)
 		}

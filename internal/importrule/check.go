@@ -9,13 +9,12 @@ import (
 	"strings"
 )
 
-// A Package is one node of an import graph, with the field names that
-// `go list -json` gives them.
+// A Package is one node of an import graph, with the field names of `go list -json`.
 type Package struct {
 	ImportPath   string
 	Imports      []string
-	TestImports  []string // of _test.go files in the package
-	XTestImports []string // of _test.go files in the package beside it
+	TestImports  []string // imports of _test.go files in the package
+	XTestImports []string // imports of _test.go files in the external test package
 }
 
 // A Violation is one import that the rules refuse.
@@ -28,7 +27,7 @@ type Violation struct {
 	Remedy  string
 }
 
-// String says who imports what, why not, and what to do, in three lines.
+// String returns three lines: the import, why it is refused, and what to do.
 func (v Violation) String() string {
 	what := "imports"
 	if v.Test {
@@ -44,7 +43,7 @@ func (v Violation) String() string {
 	return s + "\n\t" + v.Reason + "\n\t" + v.Remedy
 }
 
-// What to do about a violation; rules.go is the one file to edit.
+// What to do about a violation. The file to edit is rules.go.
 const (
 	remedyRoom   = "a new package: add a line to Rooms in internal/importrule/rules.go that says what it may import and why"
 	remedyArrow  = "if the arrow is wanted: add it to Rooms in internal/importrule/rules.go and to docs/design.md, and say why"
@@ -53,8 +52,8 @@ const (
 	remedyNoHome = "a new library: add a line to Homes in internal/importrule/rules.go with its one home and the reason for needing it"
 )
 
-// Check returns every import in pkgs that r refuses, sorted. Packages outside
-// [Module] are not judged; they are what deep bans are followed through.
+// Check returns every import in pkgs that r refuses, sorted. Packages outside [Module] are
+// not checked; deep bans follow imports through them.
 func (r Rules) Check(pkgs []Package) []Violation {
 	graph := make(map[string][]string, len(pkgs))
 	for _, p := range pkgs {
@@ -126,8 +125,8 @@ func (r Rules) checkImport(room Room, pkg, imp string, test bool) []Violation {
 	return found
 }
 
-// checkDeep reports what the package links, through however many others, but
-// leaves direct imports to checkImport.
+// checkDeep reports banned packages that the package links through others. Direct imports
+// are left to checkImport.
 func (r Rules) checkDeep(room Room, pkg string, graph map[string][]string) []Violation {
 	var deep []Ban
 	for _, b := range r.Bans {
@@ -153,7 +152,7 @@ func (r Rules) checkDeep(room Room, pkg string, graph map[string][]string) []Vio
 				continue
 			}
 			for _, b := range deep {
-				// Below a refused package lies more of it: one report will do.
+				// A refused package imports more of itself: one report is enough.
 				if matchesAny(b.Imports, imp) && !matchesAny(b.Imports, queue[0]) {
 					found = append(found, Violation{
 						Package: pkg, Import: imp, Chain: chain(from, imp), Reason: b.Why, Remedy: remedyBan,
@@ -174,7 +173,7 @@ func chain(from map[string]string, to string) []string {
 	return path
 }
 
-// room returns the room of an import path: the longest path that holds it.
+// room returns the room of an import path: the one with the longest matching path.
 func (r Rules) room(imp string) (Room, bool) {
 	var best Room
 	ok := false
@@ -186,7 +185,7 @@ func (r Rules) room(imp string) (Room, bool) {
 	return best, ok
 }
 
-// home returns the home of an import path: the longest that holds it.
+// home returns the home of an import path: the one with the longest matching path.
 func (r Rules) home(imp string) (Home, bool) {
 	var best Home
 	ok := false
@@ -202,7 +201,7 @@ func (b Ban) concerns(room Room) bool {
 	return matchesAny(b.Rooms, room.Path) && !matchesAny(b.Except, room.Path)
 }
 
-// testOnly returns what only the test files import, once each.
+// testOnly returns the imports of test files only, once each.
 func testOnly(p Package) []string {
 	all := slices.Concat(p.TestImports, p.XTestImports)
 	slices.Sort(all)

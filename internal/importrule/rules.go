@@ -5,53 +5,53 @@ package importrule
 
 import "slices"
 
-// Module is the import path that every pattern of a room is relative to.
+// Module is the import path to which the patterns of rooms are relative.
 const Module = "github.com/stormguard-mq/stormguard"
 
-// A Room is a package and everything below it that has no room of its own.
-// Packages of one room may import each other.
+// A Room is a package and all packages below it that have no room of their own. Packages of
+// one room may import each other.
 type Room struct {
 	Path string // relative to Module
-	// May lists what the room may import from this module: a room's path, or a
-	// path and "/..." for all rooms at and below it. Anything else is refused,
-	// so that a package nobody thought of is a question and not an accident.
+	// May lists the rooms of this module that the room may import: a room's path, or a path
+	// and "/..." for all rooms at and below it. Everything else is refused, so that a new
+	// import is a decision and not an accident.
 	May []string
-	// MayTest lists what its test files may import besides.
+	// MayTest lists what the room's test files may import in addition.
 	MayTest []string
 	Why     string
 }
 
-// A Ban keeps imports out of rooms whatever the other tables allow.
+// A Ban refuses imports in rooms even if the other tables allow them.
 type Ban struct {
 	Rooms   []string // as Room.May
 	Except  []string // as Room.May
-	Imports []string // import paths; "/..." takes all below as well
-	// Deep also refuses what the room's imports import, however far away.
+	Imports []string // import paths; "/..." includes all paths below
+	// Deep also refuses indirect imports, at any distance.
 	Deep bool
-	// Tests also refuses the import in test files (never deep: what a test
-	// links is nobody's dependency).
+	// Tests also refuses the import in test files. It never applies to indirect imports:
+	// nobody depends on what a test links.
 	Tests bool
 	Why   string
 }
 
-// A Home is where an outside library lives. The longest matching Imports wins,
-// so a part of a library can live elsewhere.
+// A Home says which rooms may import an outside library. The longest matching Imports wins,
+// so a part of a library can have another home.
 type Home struct {
 	Imports string   // an import path and all below it
 	Rooms   []string // as Room.May
-	Tests   bool     // any room's test files may import it too
+	Tests   bool     // test files of any room may import it too
 	Why     string
 }
 
-// Rules is all that Check needs.
+// Rules holds the tables that Check needs.
 type Rules struct {
 	Rooms []Room
 	Bans  []Ban
 	Homes []Home
 }
 
-// shipped are the rooms that a user's program can link, and so all that one of
-// our own programs may know.
+// shipped are the rooms that a user's program can link. Our own programs may import only
+// these.
 var shipped = []string{
 	"adapters/...", "console", "fleet/...", "guard/...", "limiter/...", "breaker/...",
 	"dlq/...", "once/...",
@@ -64,11 +64,11 @@ var core = []string{
 	"once", "once/bolt",
 }
 
-// inside are the rooms below a user's that make a fleet.
+// inside are internal rooms that implement a fleet.
 var inside = []string{"internal/crdt", "internal/escrow", "internal/fleetstate", "internal/gossip"}
 
-// linked are the rooms that end up in a user's program: those, and what they need
-// below internal.
+// linked are the rooms that a user's program may contain: shipped, and the internal rooms
+// that they need.
 var linked = slices.Concat(shipped, inside, []string{"internal/circuit", "internal/storm", "internal/credit", "internal/quarantine", "internal/mark", "internal/ringbuf/...", "internal/statefile", "internal/diskfile", "internal/operator", "internal/registers", "internal/scope"})
 
 // programs are the rooms with a main package.

@@ -22,23 +22,23 @@ import (
 )
 
 // Kills is a loop that kills a process in the middle of an effect. The process handles
-// messages 0, 1, 2, … one after the other. At each point of a message it waits for the
-// parent, which lets it go on or kills it there, or shortly after. The next process begins
-// with the first message that was not acked, and two that were.
+// messages 0, 1, 2 and so on, one after the other. At each point of a message it waits for
+// the parent. The parent lets it continue, or kills it there or shortly after. The next
+// process begins two messages before the first unacked one.
 type Kills struct {
-	// Kills is how many; 0 means 30, and 1,000 with STORMGUARD_FULL=1.
+	// Kills is the number of kills; 0 means 30, or 1,000 with STORMGUARD_FULL=1.
 	Kills int
-	// Mode and Args are the child's.
+	// Mode and Args are passed to the child.
 	Mode string
 	Args []string
-	// Effects reads how often each effect happened; nil for the ledger in a file.
+	// Effects returns how often each effect happened; nil reads the ledger file.
 	Effects func(t *testing.T) map[string]int
-	// Exact: no effect may happen twice. Otherwise it may once more for each kill
-	// between the effect and its mark.
+	// Exact means that no effect may happen twice. Otherwise an effect may happen once more
+	// for each kill between the effect and its mark.
 	Exact bool
 }
 
-// ModeBare is the mutant: the child runs effects without a store.
+// ModeBare is the mode of the mutant: the child runs effects without a store.
 const ModeBare = "bare"
 
 // A Child is the process that Kills starts.
@@ -50,17 +50,17 @@ type Child struct {
 	To     int      `json:"to"`     // the message after the last; 0 for no end
 }
 
-// ChildEffects is what a child handles messages with.
+// ChildEffects is the store with which a child handles messages.
 type ChildEffects struct {
 	Effects
-	// Record makes an effect happen; nil for a line in the ledger.
+	// Record makes an effect happen; nil writes a line to the ledger.
 	Record func(ctx context.Context, key string) error
 }
 
-// childEnv has a child's orders.
+// childEnv is the environment variable with a child's orders.
 const childEnv = "STORMGUARD_ONCE_CHILD"
 
-// Main is a TestMain's first call: in a child it does not return.
+// Main must be the first call of a TestMain. In a child it does not return.
 func Main(open func(c Child) (ChildEffects, error)) {
 	orders := os.Getenv(childEnv)
 	if orders == "" {
@@ -126,7 +126,7 @@ const (
 	pointBegun    = "begun"
 	pointHappened = "happened"
 	pointMarked   = "marked"
-	pointAcked    = "acked" // which waits for nobody
+	pointAcked    = "acked" // the child does not wait at this point
 )
 
 type bare struct{}
@@ -135,7 +135,7 @@ func (bare) Do(ctx context.Context, _ string, effect func(context.Context) error
 	return effect(ctx)
 }
 
-// record is one write at the end of the ledger, which a kill cannot undo.
+// record writes a line to the end of the ledger, in one write that a kill cannot undo.
 func (c Child) record(key string) error {
 	f, err := os.OpenFile(c.Ledger, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o600)
 	if err != nil {
@@ -145,7 +145,7 @@ func (c Child) record(key string) error {
 	return errors.Join(err, f.Close())
 }
 
-// Happened reads the ledger: it is the dependency that can be asked.
+// Happened reads the ledger. It is the dependency that a lookup asks.
 func (c Child) Happened(_ context.Context, key string) (bool, error) {
 	effects, err := readLedger(c.Ledger)
 	return effects[key] > 0, err
@@ -163,16 +163,16 @@ func readLedger(path string) (map[string]int, error) {
 	return effects, nil
 }
 
-// Audit is what Run found.
+// Audit is the result of Run.
 type Audit struct {
-	Killed   map[string]int // processes, by the last point that they were at
+	Killed   map[string]int // number of killed processes, by the last point that they reached
 	Messages int
 	Lost     []string // effects that never happened
-	Twice    []string // effects that happened more often than may be
-	Repeated int      // effects that happened again, allowed or not
+	Twice    []string // effects that happened more often than allowed
+	Repeated int      // number of repeated effects, allowed or not
 }
 
-// Run kills, and then lets one process handle all that is left.
+// Run kills processes, and then lets one process handle the remaining messages.
 func (k Kills) Run(t *testing.T) Audit {
 	t.Helper()
 	kills := k.Kills
@@ -206,19 +206,20 @@ type loop struct {
 	k       Kills
 	ledger  string
 	next    int            // the first message that was not acked
-	allowed map[string]int // how often an effect may have happened again
+	allowed map[string]int // how often each effect may be repeated
 	killed  map[string]int
 }
 
-// middle is how many processes were killed in the middle of an effect and its mark.
+// middle returns the number of processes that were killed between the begin of an effect
+// and its mark.
 func (l *loop) middle() int {
 	return l.killed[pointBegun] + l.killed[pointHappened] + l.killed[pointBegun+andOn] + l.killed[pointHappened+andOn]
 }
 
-// andOn is a point that the process had left.
+// andOn marks a point that the process had left.
 const andOn = " and on"
 
-// process runs one child: until a kill, or with an end to that.
+// process runs one child: until a kill if end is 0, otherwise until the message end.
 func (l *loop) process(end int) {
 	t := l.t
 	t.Helper()
@@ -253,24 +254,25 @@ func (l *loop) process(end int) {
 	}
 }
 
-// talk follows a child until it is killed, and says where; "" if it ended by itself.
+// talk reads a child's output until it is killed, and returns the point at which that
+// happened; "" if the child ended by itself.
 func (l *loop) talk(out io.Reader, in io.Writer, mayKill bool, kill func() error) (where string) {
 	lines := bufio.NewScanner(out)
-	left := 1 + l.rng.IntN(12) // points that are passed before the kill
-	risk := ""                 // the effect that may have happened, and has no mark that we know of
+	left := 1 + l.rng.IntN(12) // points that the child passes before the kill
+	risk := ""                 // an effect that may have happened, without a known mark
 	doomed := false
 	for lines.Scan() {
 		name, key, ok := strings.Cut(lines.Text(), " ")
 		i, err := strconv.Atoi(key)
 		if !ok || err != nil {
-			continue // of the test binary
+			continue // a line of the test binary
 		}
 		if name == pointAcked {
 			l.next = max(l.next, i+1)
 			continue
 		}
 		if where = name; name == pointMarked {
-			risk = "" // the mark is on the disk: from here on, none may be repeated
+			risk = "" // the mark is on the disk: the effect must not be repeated
 		}
 		if left--; mayKill && left <= 0 && !doomed {
 			doomed = true
@@ -278,11 +280,11 @@ func (l *loop) talk(out io.Reader, in io.Writer, mayKill bool, kill func() error
 				_ = kill()
 				continue
 			}
-			// It goes on, and is killed in what comes next.
+			// The child continues, and is killed at a random moment.
 			time.AfterFunc(time.Duration(l.rng.IntN(3000))*time.Microsecond, func() { _ = kill() })
 		}
 		if _, err := io.WriteString(in, "\n"); err != nil {
-			continue // it is gone
+			continue // the child is gone
 		}
 		if where += andOn; name == pointBegun {
 			risk = key

@@ -16,17 +16,17 @@ import (
 	"github.com/stormguard-mq/stormguard/once"
 )
 
-// A Place is where one [once.Store] is.
+// A Place opens handles of one [once.Store], and ends their processes.
 type Place struct {
-	// Open returns a handle such as another process would have; for a store of one
-	// process, the same one until Crash. It is closed with the test.
+	// Open returns a handle like that of another process. For a store of a single process
+	// it returns the same handle until Crash. The handle is closed with the test.
 	Open func(t *testing.T) once.Store
-	// Crash ends the process of a handle: its claims stay as they are.
+	// Crash ends the process of a handle. Its claims stay as they are.
 	Crash func(t *testing.T, s once.Store)
 }
 
-// RunStore runs all tests of a [once.Store], those of [Run] among them. place is an empty
-// store.
+// RunStore runs all tests of a [once.Store], including those of [Run]. place returns an
+// empty store.
 func RunStore(t *testing.T, place func(t *testing.T) Place) {
 	Run(t, func(t *testing.T) Opener {
 		p := place(t)
@@ -67,7 +67,7 @@ func runner(t *testing.T, s once.Store, cfg once.Config, opts ...once.Option) *o
 	return r
 }
 
-// A duplicate gets the result of the first.
+// results checks that a duplicate gets the result of the first delivery.
 func results(ctx context.Context, t *testing.T, p Place) {
 	r, other := runner(t, p.Open(t), once.Config{}), runner(t, p.Open(t), once.Config{})
 	all := bytes.Repeat([]byte{0, 1, 255}, 100)
@@ -96,7 +96,7 @@ func results(ctx context.Context, t *testing.T, p Place) {
 	want(t, &c, 1)
 }
 
-// crashed begins effects of keys, and ends their process in the middle.
+// crashed begins an effect for each key, and then ends the process.
 func crashed(ctx context.Context, t *testing.T, p Place, cfg once.Config, opts []once.Option, keys ...string) {
 	t.Helper()
 	s := p.Open(t)
@@ -146,7 +146,7 @@ func doubtRefused(ctx context.Context, t *testing.T, p Place) {
 			t.Fatal(err)
 		}
 	}
-	// What is done stays so, whatever is said of it.
+	// Settle does not undo a finished effect.
 	if err := r.Settle(ctx, "another", false); err != nil {
 		t.Fatal(err)
 	}
@@ -161,8 +161,8 @@ func doubtRefused(ctx context.Context, t *testing.T, p Place) {
 	}
 }
 
-// An effect that has its mark is not run again, and keeps its result, whatever Settle says of
-// it, also if that ends in the middle.
+// settledThoughDone checks that a marked effect is not run again and keeps its result,
+// whatever Settle says, even if Settle itself ends in the middle.
 func settledThoughDone(ctx context.Context, t *testing.T, p Place) {
 	s := p.Open(t)
 	r := runner(t, s, once.Config{})
@@ -187,7 +187,7 @@ func settledThoughDone(ctx context.Context, t *testing.T, p Place) {
 			t.Fatalf("%+v, %v", found, err)
 		}
 		p.Crash(t, s)
-		t.Cleanup(func() { _ = claim.Leave(context.Background()) }) // of a process that is gone
+		t.Cleanup(func() { _ = claim.Leave(context.Background()) }) // the claim of the dead process
 		s = p.Open(t)
 		r = runner(t, s, refuse)
 		result()
@@ -225,7 +225,7 @@ func doubtLookedUp(ctx context.Context, t *testing.T, p Place) {
 	}
 }
 
-// An effect may say by itself that it does not know.
+// doubtOfTheEffect checks an effect that itself returns ErrInDoubt.
 func doubtOfTheEffect(ctx context.Context, t *testing.T, p Place) {
 	unknown := func(context.Context) error { return fmt.Errorf("%w: no answer from the bank", once.ErrInDoubt) }
 	r := runner(t, p.Open(t), once.Config{InDoubt: once.Refuse})
@@ -325,7 +325,8 @@ func steps(ctx context.Context, t *testing.T, p Place) {
 	entities(ctx, t, runner(t, p.Open(t), once.Config{}), 0)
 }
 
-// Two steps of which only one is possible, at the same time: one happens.
+// stepsTogether takes two steps at the same time, of which only one is possible: one
+// happens.
 func stepsTogether(ctx context.Context, t *testing.T, p Place) {
 	const rounds = 5
 	a, _ := entities(ctx, t, runner(t, p.Open(t), once.Config{}), 0)
@@ -352,8 +353,8 @@ func stepsTogether(ctx context.Context, t *testing.T, p Place) {
 	}
 }
 
-// A step that came again, whose process ended before it saw that the path has it, is in doubt
-// in the store only: the entity does not go back to it.
+// stepAgainInDoubt checks a repeated step whose process ended before it saw that the path
+// has the step. The step is in doubt in the store only: the entity does not go back to it.
 func stepAgainInDoubt(ctx context.Context, t *testing.T, p Place) {
 	for i, cfg := range []once.Config{{}, {InDoubt: once.Refuse}} {
 		for _, settle := range []bool{false, true} {
@@ -371,7 +372,7 @@ func stepAgainInDoubt(ctx context.Context, t *testing.T, p Place) {
 				t.Fatal(err)
 			}
 			p.Crash(t, s)
-			t.Cleanup(func() { _ = claim.Leave(context.Background()) }) // of a process that is gone
+			t.Cleanup(func() { _ = claim.Leave(context.Background()) }) // the claim of the dead process
 
 			e, _ = entities(ctx, t, runner(t, p.Open(t), cfg), 0)
 			if settle {
@@ -395,7 +396,8 @@ func stepAgainInDoubt(ctx context.Context, t *testing.T, p Place) {
 	}
 }
 
-// The step after one that came again is in doubt by its own name.
+// stepAfterAgainInDoubt checks the step after a repeated one: it is in doubt under its own
+// name.
 func stepAfterAgainInDoubt(ctx context.Context, t *testing.T, p Place) {
 	cfg := once.Config{InDoubt: once.Refuse}
 	var c counter
@@ -433,7 +435,7 @@ func stepAfterAgainInDoubt(ctx context.Context, t *testing.T, p Place) {
 	}
 }
 
-// The step in doubt is another than the one that comes next.
+// stepInDoubt checks a step in doubt when a different step comes next.
 func stepInDoubt(ctx context.Context, t *testing.T, p Place) {
 	cfg := once.Config{InDoubt: once.Refuse}
 	var c counter
@@ -488,7 +490,7 @@ func stepInDoubt(ctx context.Context, t *testing.T, p Place) {
 	}
 	want(t, &c, 4)
 
-	// A lookup answers for the step in doubt, and then the one that came is judged.
+	// A lookup answers for the step in doubt. Then the new step is checked.
 	lookup := once.WithLookup(func(_ context.Context, key string) (bool, error) { return key == "order/c/packed", nil })
 	e, _ = entities(ctx, t, runner(t, p.Open(t), once.Config{}, lookup), 1)
 	if err := e.Step(ctx, "c", "shipped", c.effect); err != nil {
@@ -511,7 +513,7 @@ func (s stepper) Do(ctx context.Context, to string, effect func(context.Context)
 	return s.e.Step(ctx, s.entity, to, effect)
 }
 
-// One track has what the other lost.
+// differences checks states without marks, and marks without states.
 func differences(ctx context.Context, t *testing.T, p Place) {
 	s := p.Open(t)
 	r := runner(t, s, once.Config{})
@@ -525,7 +527,7 @@ func differences(ctx context.Context, t *testing.T, p Place) {
 		}
 	}
 	// "a" loses its newest state, as between the two writes of a store without
-	// transactions; "b" has one of which there is no mark; "c" comes from another program.
+	// transactions. "b" gets a state without a mark. "c" comes from another program.
 	put := func(entity string, states ...string) {
 		t.Helper()
 		claim, _, err := s.Claim(ctx, "eorder\x00"+entity, once.Ask{Over: true})
@@ -550,7 +552,7 @@ func differences(ctx context.Context, t *testing.T, p Place) {
 			t.Errorf("difference %d: %s; want %s", i, found[i], d)
 		}
 	}
-	// The next delivery of the step mends "a", without its effect.
+	// The next delivery of the step repairs "a", without its effect.
 	if err := e.Step(ctx, "a", "packed", c.effect); err != nil {
 		t.Fatal(err)
 	}

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package oncetest is the conformance suite of the stores of package once, and the kill -9
+// Package oncetest is the conformance suite of the stores of package once, with the kill -9
 // loop. Each store's tests run it against the real store.
 package oncetest
 
@@ -20,19 +20,19 @@ import (
 	"github.com/stormguard-mq/stormguard/once"
 )
 
-// patience bounds each wait. It is no measure of speed: the machine may be busy.
+// patience limits each wait. It is no measure of speed: the machine may be busy.
 const patience = 2 * time.Minute
 
-// Effects is what every store can do.
+// Effects is the method that every store has.
 type Effects interface {
 	Do(ctx context.Context, key string, effect func(context.Context) error) error
 }
 
-// Opener returns a handle such as another process would have; for a store of one process,
-// the same one. It is closed with the test.
+// Opener returns a handle like that of another process. For a store of a single process it
+// returns the same handle. The handle is closed with the test.
 type Opener func(t *testing.T) Effects
 
-// Run runs the tests that every store passes. place is an empty store.
+// Run runs the tests that every store passes. place returns an empty store.
 func Run(t *testing.T, place func(t *testing.T) Opener) {
 	for _, test := range []struct {
 		name string
@@ -56,7 +56,7 @@ func Run(t *testing.T, place func(t *testing.T) Opener) {
 	}
 }
 
-// counter counts the calls of an effect, and how many of them were at the same time.
+// counter counts the calls of an effect, and the most calls at the same time.
 type counter struct {
 	calls, now, most atomic.Int64
 }
@@ -140,7 +140,7 @@ func panicRunsAgain(ctx context.Context, t *testing.T, open Opener) {
 	want(t, &c, 1)
 }
 
-// Many deliveries of few keys at the same time, through several handles.
+// twins makes many deliveries of few keys at the same time, through several handles.
 func twins(ctx context.Context, t *testing.T, open Opener) {
 	const handles, goroutines, rounds = 3, 4, 8
 	var counters [rounds]counter
@@ -169,7 +169,7 @@ func twins(ctx context.Context, t *testing.T, open Opener) {
 	}
 }
 
-// blocked is an effect that is held where it runs.
+// blocked is an effect that waits while it runs.
 type blocked struct {
 	begun   chan struct{}
 	proceed chan error
@@ -193,14 +193,15 @@ func block(ctx context.Context, t *testing.T, e Effects, key string) *blocked {
 	return b
 }
 
-// join waits for the end of an effect whose process is dead, whatever it returns.
+// join waits for the end of an effect whose process is dead. The effect must fail.
 func (b *blocked) join() {
 	if err := <-b.ended; err == nil {
 		panic("oncetest: an effect that fails succeeds")
 	}
 }
 
-// A second delivery waits for the first. It runs the effect only if the first fails.
+// waits checks that a second delivery waits for the first, and runs the effect only if the
+// first fails.
 func waits(ctx context.Context, t *testing.T, open Opener) {
 	for name, outcome := range map[string]error{"succeeds": nil, "fails": errEffect} {
 		e, other := open(t), open(t)
@@ -210,7 +211,7 @@ func waits(ctx context.Context, t *testing.T, open Opener) {
 		go func() {
 			second <- other.Do(ctx, name, c.effect)
 		}()
-		do(ctx, t, other, name+" another key", c.effect) // which waits for nobody
+		do(ctx, t, other, name+" another key", c.effect) // another key does not wait
 		select {
 		case err := <-second:
 			t.Fatalf("%s: the second delivery did not wait: %v", name, err)
@@ -224,14 +225,15 @@ func waits(ctx context.Context, t *testing.T, open Opener) {
 			t.Fatalf("%s: second: %v", name, err)
 		}
 		if outcome == nil {
-			want(t, &c, 1) // of the other key
+			want(t, &c, 1) // the effect of the other key
 		} else {
 			want(t, &c, 2)
 		}
 	}
 }
 
-// A wait ends with its context. So does one that has not begun.
+// waitEnds checks that a wait ends with its context, and that Do does nothing if its
+// context has already ended.
 func waitEnds(ctx context.Context, t *testing.T, open Opener) {
 	e, other := open(t), open(t)
 	var c counter
@@ -267,7 +269,7 @@ func waitEnds(ctx context.Context, t *testing.T, open Opener) {
 	want(t, &c, 0)
 }
 
-// An effect that has happened is marked, although its delivery was given up meanwhile.
+// cancelled checks that an effect is marked although its delivery was cancelled meanwhile.
 func cancelled(ctx context.Context, t *testing.T, open Opener) {
 	e, other := open(t), open(t)
 	delivery, cancel := context.WithCancel(ctx)

@@ -1,11 +1,11 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package bolt keeps the marks of package once in a file of this host.
+// Package bolt keeps the marks of package once in a file on this host.
 //
-// It is right where deliveries come back to the same host: a consumer with a disk of its
-// own, that restarts. Where a rebalance gives a message to another host, the hosts need a
-// store that they share: once/postgres, or NewOnce of adapters/nats.
+// Use it if deliveries come back to the same host: a consumer that has its own disk and
+// restarts. If a rebalance can move a message to another host, use a store that the hosts
+// share: once/postgres, or NewOnce of adapters/nats.
 package bolt
 
 import (
@@ -34,16 +34,17 @@ import (
 	"github.com/stormguard-mq/stormguard/once"
 )
 
-// Config bounds a [Store]. The zero value is valid.
+// Config limits a [Store]. The zero value is valid.
 type Config struct {
-	// Age is for how long a mark is kept at least; unset means 7 days. It must be longer
-	// than the broker may take to deliver a message again, and than an entity takes from
-	// one step to the next. Within 1 s and 10 years.
+	// Age is the minimum time for which a mark is kept; default 7 days. Within 1 s and 10
+	// years. It must be longer than the broker may take to deliver a message again, and
+	// longer than an entity takes from one step to the next.
 	Age time.Duration
 
-	// Count is how many marks are kept; unset means 1,000,000, which are about 150 MB.
-	// Above it the oldest is forgotten, however young. Within 1 and 1,000,000,000. A mark
-	// whose effect is in doubt is not counted, and never forgotten.
+	// Count is the maximum number of kept marks; default 1,000,000, which take about 150
+	// MB. Within 1 and 1,000,000,000. Above it the oldest marks are forgotten, even if they
+	// are younger than Age. A mark whose effect is in doubt is not counted, and never
+	// forgotten.
 	Count int
 }
 
@@ -56,7 +57,7 @@ const (
 	maxCount     = 1_000_000_000
 )
 
-// Validate reports everything wrong at once.
+// Validate reports every field out of its range, all at once.
 func (c Config) Validate() error {
 	var errs []error
 	if c.Age != 0 && (c.Age < minAge || c.Age > maxAge) {
@@ -70,51 +71,54 @@ func (c Config) Validate() error {
 
 // Errors to branch on.
 var (
-	// ErrLocked means that another process has the file.
+	// ErrLocked means that another process has the file open.
 	ErrLocked = errors.New("bolt: another process has the file")
 
-	// ErrBroken means that the file is damaged, or that it could not be written and nobody
-	// knows what of it is on the disk. No effect runs any more. Start the process anew,
-	// which reads what is there. A full disk is no such case: the store goes on when there
-	// is room again.
+	// ErrBroken means that the file is damaged, or that a write failed and nobody knows
+	// which part is on the disk. No effect runs any more. Restart the process: it reads
+	// what is on the disk. A full disk is no ErrBroken: the store continues when there is
+	// room again.
 	ErrBroken = errors.New("bolt: the file is broken")
 
 	// ErrClosed means that the store was closed.
 	ErrClosed = errors.New("bolt: closed")
 )
 
-// The buckets: key → record, and time and key → nothing, for the marks that age.
+// The buckets. marks maps a key to its record. order has the time and key of each mark that
+// ages, without a value.
 var (
 	marks = []byte("marks")
 	order = []byte("order")
 )
 
-// Store is a [once.Store] in a file. One process has it at a time. Marks that are written at
-// the same time share a sync of the disk (group commit). It has no goroutine of its own.
+// Store is a [once.Store] in a file. Only one process can have the file open. Marks that
+// are written at the same time share one sync of the disk (group commit). The store has no
+// goroutine of its own.
 type Store struct {
 	db     *bbolt.DB
 	age    time.Duration
 	max    int
 	opened time.Time
 
-	// Lock order: turn, then mu. Neither is held while an effect runs, and mu not during
-	// I/O.
-	turn  chan struct{} // held by whoever commits
-	count int           // of marks in order; guarded by turn
-	last  int64         // the newest time in order; guarded by turn
+	// Lock order: turn, then mu. Neither is held while an effect runs. mu is not held
+	// during I/O.
+	turn  chan struct{} // held during a commit
+	count int           // number of marks in the bucket order; guarded by turn
+	last  int64         // the newest time in the bucket order; guarded by turn
 
-	undoing sync.WaitGroup // see later
+	undoing sync.WaitGroup // goroutines of the method later
 
 	mu     sync.Mutex
 	closed bool
-	held   map[string]chan struct{} // claimed keys; closed when the claim ends
-	queue  []*write                 // for the next commit
+	held   map[string]chan struct{} // claimed keys; a channel is closed when its claim ends
+	queue  []*write                 // the writes of the next commit
 	broken error
 }
 
 var _ once.Store = (*Store)(nil)
 
-// Open opens the file, or makes it. It reads all marks once, some 0.2 s for each million.
+// Open opens the file, or creates it. It reads all marks once, which takes about 0.2 s per
+// million.
 func Open(path string, cfg Config) (*Store, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err
@@ -136,7 +140,7 @@ func Open(path string, cfg Config) (*Store, error) {
 	if errors.Is(err, bbolterrors.ErrTimeout) {
 		return nil, fmt.Errorf("%w: %s", ErrLocked, path)
 	}
-	if made && full(err) { // what is half made no later Open could read
+	if made && full(err) { // no later Open could read a half-made file
 		err = errors.Join(err, os.Remove(path))
 	}
 	if err != nil {
@@ -149,10 +153,10 @@ func Open(path string, cfg Config) (*Store, error) {
 	return s, nil
 }
 
-// full tells whether there is no room on the disk.
+// full reports whether err means that the disk is full.
 func full(err error) bool { return errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) }
 
-// lockWait is how long Open waits for the process that was there before.
+// lockWait is how long Open waits for another process to close the file.
 const lockWait = 2 * time.Second
 
 func (s *Store) prepare() error {
@@ -172,7 +176,7 @@ func (s *Store) prepare() error {
 	})
 }
 
-// update is a commit.
+// update runs f in one read-write transaction and commits it.
 func (s *Store) update(f func(*bbolt.Tx) error) error {
 	return guarded(func() error { return s.db.Update(f) })
 }
@@ -185,8 +189,8 @@ func (s *Store) view(f func(*bbolt.Tx) error) error {
 	return err
 }
 
-// guarded makes an error of a panic: bbolt panics where a page of the file makes no sense,
-// and the processor faults where the file is shorter than it was.
+// guarded turns a panic into an error: bbolt panics if a page of the file makes no sense,
+// and the processor faults if the file became shorter.
 func guarded(f func() error) (err error) {
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
 	defer func() {
@@ -197,7 +201,7 @@ func guarded(f func() error) (err error) {
 	return f()
 }
 
-// Close closes the file. Claims that are open are in doubt if they were recorded.
+// Close closes the file. Open claims that were recorded are then in doubt.
 func (s *Store) Close() error {
 	s.mu.Lock()
 	s.closed = true
@@ -208,7 +212,7 @@ func (s *Store) Close() error {
 	return s.db.Close()
 }
 
-// A write is what one caller wants of a commit.
+// A write is one caller's part of a commit.
 type write struct {
 	puts []put
 	done chan struct{}
@@ -217,12 +221,11 @@ type write struct {
 
 type put struct {
 	key    string
-	record mark.Record // with At unset
+	record mark.Record // the commit sets At
 	remove bool
 }
 
-// write commits, and returns when it is on the disk. When ctx ends before, the write may
-// still happen.
+// write returns when puts are on the disk. If ctx ends first, the write may still happen.
 func (s *Store) write(ctx context.Context, puts ...put) error {
 	return s.await(ctx, s.enqueue(puts...))
 }
@@ -235,7 +238,7 @@ func (s *Store) enqueue(puts ...put) *write {
 	return w
 }
 
-// withdraw takes a write out of the queue, unless a commit has it.
+// withdraw removes a write from the queue, and returns false if a commit already has it.
 func (s *Store) withdraw(w *write) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -259,13 +262,13 @@ func (s *Store) await(ctx context.Context, w *write) error {
 	return w.err
 }
 
-// commit writes what is queued, in one transaction. The caller holds turn.
+// commit writes the queue in one transaction. The caller holds turn.
 func (s *Store) commit() {
 	s.mu.Lock()
 	batch, err := s.queue, s.broken
 	s.queue = nil
 	s.mu.Unlock()
-	if len(batch) == 0 { // the last caller had it in its batch
+	if len(batch) == 0 { // an earlier commit had this caller's write
 		return
 	}
 	if err == nil {
@@ -277,14 +280,14 @@ func (s *Store) commit() {
 	}
 }
 
-// store is one transaction. The caller holds turn.
+// store writes a batch in one transaction. The caller holds turn.
 func (s *Store) store(batch []*write) error {
 	count, last := s.count, s.last
 	err := s.update(func(tx *bbolt.Tx) error {
 		b := &books{marks: tx.Bucket(marks), order: tx.Bucket(order), count: count}
 		now := s.now()
 		for _, w := range batch {
-			last = max(now, last+1) // a clock that was set back does not make new marks the oldest
+			last = max(now, last+1) // so new marks stay the newest if the clock was set back
 			for _, p := range w.puts {
 				if err := b.apply(p, last); err != nil {
 					return err
@@ -304,9 +307,9 @@ func (s *Store) store(batch []*write) error {
 	case errors.Is(err, bbolterrors.ErrDatabaseNotOpen):
 		return ErrClosed
 	case full(err), errors.Is(err, bbolterrors.ErrMaxSizeReached):
-		return fmt.Errorf("bolt: %w", err) // of a page that nothing refers to: nothing has changed
+		return fmt.Errorf("bolt: %w", err) // the failed page is not referenced: nothing has changed
 	}
-	// A sync that failed may have lost pages that a later one does not write again.
+	// A failed sync may have lost pages that a later sync does not write again.
 	err = fmt.Errorf("%w: %w", ErrBroken, err)
 	s.mu.Lock()
 	s.broken = err
@@ -314,17 +317,18 @@ func (s *Store) store(batch []*write) error {
 	return err
 }
 
-// now is the wall clock of the start and the time since, so that a clock that is set
-// meanwhile forgets nothing.
+// now returns the wall time of the start plus the monotonic time since. So no mark is
+// forgotten because somebody sets the clock.
 func (s *Store) now() int64 { return s.opened.Add(time.Since(s.opened)).UnixNano() }
 
-// spare is how many marks more than new ones a commit forgets, when many are too old.
+// spare is how many marks a commit may forget, in addition to twice its writes, when many
+// are too old.
 const spare = 64
 
-// books are the buckets within a transaction.
+// books are the buckets of one transaction.
 type books struct {
 	marks, order *bbolt.Bucket
-	count        int // of marks in order
+	count        int // number of marks in order
 }
 
 func (b *books) apply(p put, at int64) error {
@@ -351,8 +355,8 @@ func (b *books) apply(p put, at int64) error {
 	return b.marks.Put(key, mark.Encode(p.key, p.record))
 }
 
-// forget removes what is older than a time, and the oldest above a number: some at a time,
-// and all that were written together.
+// forget removes marks older than before, and the oldest marks above the number most. It stops
+// after about some marks, but removes marks of the same time together.
 func (b *books) forget(before int64, most, some int) error {
 	c := b.order.Cursor()
 	var at int64 = math.MinInt64
@@ -363,7 +367,7 @@ func (b *books) forget(before int64, most, some int) error {
 		}
 		at = t
 		r, err := mark.Decode(string(k[8:]), b.marks.Get(k[8:]))
-		if err == nil && r.At == t { // a damaged one stays for a person
+		if err == nil && r.At == t { // a damaged mark stays for a person
 			if err := b.marks.Delete(k[8:]); err != nil {
 				return err
 			}
@@ -377,14 +381,14 @@ func (b *books) forget(before int64, most, some int) error {
 	return nil
 }
 
-// orderKey sorts by time. Times are after 1970.
+// orderKey returns a key that sorts by time. Times are after 1970.
 func orderKey(at int64, key string) []byte {
 	return append(binary.BigEndian.AppendUint64(make([]byte, 0, 8+len(key)), uint64(at)), key...)
 }
 
 func orderTime(k []byte) int64 { return int64(binary.BigEndian.Uint64(k)) }
 
-// read is the record of a key; found is false if there is none.
+// read returns the record of a key; found is false if there is none.
 func (s *Store) read(key string) (r mark.Record, found bool, damaged, err error) {
 	err = s.view(func(tx *bbolt.Tx) error {
 		b := tx.Bucket(marks).Get([]byte(key))
@@ -396,7 +400,7 @@ func (s *Store) read(key string) (r mark.Record, found bool, damaged, err error)
 	return r, found, damaged, err
 }
 
-// hold takes a key within this process.
+// hold takes a key within this process, and waits while another claim has it.
 func (s *Store) hold(ctx context.Context, key string) error {
 	start := time.Now()
 	for {
@@ -434,7 +438,7 @@ func (s *Store) Claim(ctx context.Context, key string, ask once.Ask) (_ once.Cla
 		return nil, once.Found{}, err
 	}
 	c := &claim{s: s, ctx: ctx, key: key}
-	later := false // the key is dropped by somebody else
+	later := false // the goroutine of later drops the key
 	defer func() {
 		if (err != nil || c == nil) && !later {
 			s.drop(key)
@@ -469,9 +473,9 @@ func (s *Store) Claim(ctx context.Context, key string, ask once.Ask) (_ once.Cla
 		w := s.enqueue(put{key: key, record: begun})
 		if err := s.await(ctx, w); err != nil {
 			if ctx.Err() != nil && !s.withdraw(w) {
-				later = s.later(w, func() { // no effect begins, so it must not be in doubt
+				later = s.later(w, func() { // no effect begins, so the key must not stay in doubt
 					c.recorded = w.err == nil
-					_ = c.Release(context.Background()) // a failure leaves it in doubt
+					_ = c.Release(context.Background()) // after a failure the key is in doubt
 				})
 			}
 			return nil, once.Found{}, err
@@ -481,8 +485,9 @@ func (s *Store) Claim(ctx context.Context, key string, ask once.Ask) (_ once.Cla
 	return c, once.Found{Done: found, Value: r.Value}, nil
 }
 
-// later calls f when a commit has ended that has taken up w. The goroutine ends with f; Close
-// waits for it. false after Close, when nobody may claim a key any more.
+// later calls f after the end of the commit that has w. The goroutine ends with f, and
+// Close waits for it. later returns false after Close, when nobody may claim a key any
+// more.
 func (s *Store) later(w *write, f func()) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -496,13 +501,13 @@ func (s *Store) later(w *write, f func()) bool {
 	return true
 }
 
-// claim is a key that this process has.
+// claim is a key that this process holds.
 type claim struct {
 	s        *Store
 	ctx      context.Context //nolint:containedctx // a claim is asked for the context that it was made with
 	key      string
-	before   *mark.Record // the mark that it is over
-	recorded bool         // the file says that it began
+	before   *mark.Record // the existing mark of the key, if it was claimed with Ask.Over
+	recorded bool         // the file says that the effect began
 }
 
 func (c *claim) Context() context.Context { return c.ctx }
@@ -519,8 +524,9 @@ func (c *claim) Finish(ctx context.Context, value []byte, also ...once.Entry) er
 	return nil
 }
 
-// Release has the disk forget the beginning, if it knows of it. A failure leaves it in doubt:
-// nobody else has the key while a commit may still remove the record.
+// Release removes the record of the beginning from the disk, if there is one. After a
+// failure the key is in doubt. The key stays held while a commit may still remove the
+// record.
 func (c *claim) Release(ctx context.Context) error {
 	if !c.recorded {
 		c.s.drop(c.key)
@@ -556,8 +562,8 @@ func (s *Store) Get(_ context.Context, key string) (value []byte, done bool, err
 	}
 }
 
-// List implements [once.Store]. It is one consistent view; the store goes on meanwhile, and
-// its file grows as long as the list is open.
+// List implements [once.Store]. It shows one consistent state. The store continues
+// meanwhile, and its file grows while the list is open.
 func (s *Store) List(ctx context.Context, kind byte) iter.Seq2[once.Entry, error] {
 	return func(yield func(once.Entry, error) bool) {
 		err := s.view(func(tx *bbolt.Tx) error {

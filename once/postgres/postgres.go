@@ -2,10 +2,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package postgres keeps the marks of package once in PostgreSQL, in the transactions of
-// their effects: effect and mark are one commit, so the effect happens exactly once.
+// their effects. Effect and mark are one commit, so the effect happens exactly once.
 //
-// That holds for what the effect does by the transaction it is given. What it does elsewhere
-// can happen again after a crash: write an outbox row instead, see examples/outbox.
+// This holds for changes inside the transaction only. A change outside of it can happen
+// again after a crash: write an outbox row instead, see examples/outbox.
 package postgres
 
 import (
@@ -23,7 +23,7 @@ import (
 	"github.com/stormguard-mq/stormguard/once"
 )
 
-// Schema makes the tables. A process needs SELECT, INSERT, UPDATE and DELETE on them.
+// Schema creates the tables. A process needs SELECT, INSERT, UPDATE and DELETE on them.
 const Schema = `CREATE TABLE IF NOT EXISTS stormguard_once (
 	key  bytea       PRIMARY KEY,
 	at   timestamptz NOT NULL DEFAULT clock_timestamp()
@@ -38,8 +38,8 @@ CREATE TABLE IF NOT EXISTS stormguard_once_entity (
 );
 CREATE INDEX IF NOT EXISTS stormguard_once_entity_at ON stormguard_once_entity (at)`
 
-// The transaction waits for the disk, and for a synchronous standby if there is one,
-// whatever the session's settings are: the message is acked after it.
+// A commit waits for the disk, and for a synchronous standby if there is one, whatever the
+// session's settings are: the message is acked after it.
 const (
 	durable = `SELECT set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local') THEN 'on' ELSE current_setting('synchronous_commit') END, true) AS mode`
 
@@ -56,11 +56,11 @@ INSERT INTO stormguard_once (key) SELECT $1 FROM durable WHERE mode <> '' ON CON
 	entityWrite  = `UPDATE stormguard_once_entity SET path = $3, at = clock_timestamp() WHERE machine = $1 AND entity = $2`
 )
 
-// Config bounds what is kept. The zero value is valid.
+// Config limits what is kept. The zero value is valid.
 type Config struct {
-	// Age is for how long marks and the states of entities are kept at least; unset means
-	// 7 days. It must be longer than the broker may take to deliver a message again, and
-	// than an entity takes from one step to the next. Within 1 s and 10 years.
+	// Age is the minimum time for which marks and the states of entities are kept; default
+	// 7 days. Within 1 s and 10 years. It must be longer than the broker may take to
+	// deliver a message again, and longer than an entity takes from one step to the next.
 	Age time.Duration
 }
 
@@ -70,7 +70,7 @@ const (
 	maxAge     = 10 * 365 * 24 * time.Hour
 )
 
-// Validate reports everything wrong at once.
+// Validate reports an Age out of its range.
 func (c Config) Validate() error {
 	if c.Age != 0 && (c.Age < minAge || c.Age > maxAge) {
 		return fmt.Errorf("postgres: Config.Age: %s is not within %s and %s", c.Age, minAge, maxAge)
@@ -79,14 +79,14 @@ func (c Config) Validate() error {
 }
 
 // Store keeps marks in a database. It is safe for concurrent use, has no goroutine of its
-// own and does not close the pool, which must lead to the primary server.
+// own and does not close the pool. The pool must connect to the primary server.
 type Store struct {
 	pool  *pgxpool.Pool
 	age   time.Duration
-	marks atomic.Uint64 // since the start; each forgetEvery-th Do forgets
+	marks atomic.Uint64 // marks since the start; each forgetEvery-th Do calls Forget
 }
 
-// New is the store in a pool's database. It asks the database nothing.
+// New makes a store in a pool's database. It does not call the database.
 func New(pool *pgxpool.Pool, cfg Config) (*Store, error) {
 	var errs []error
 	if pool == nil {
@@ -102,13 +102,13 @@ func New(pool *pgxpool.Pool, cfg Config) (*Store, error) {
 	return s, nil
 }
 
-// Create makes the tables, if they are not there.
+// Create creates the tables if they do not exist.
 func (s *Store) Create(ctx context.Context) error {
 	for {
 		_, err := s.pool.Exec(ctx, Schema)
 		var refused *pgconn.PgError
 		if errors.As(err, &refused) && (refused.Code == uniqueViolation || refused.Code == duplicateTable) && ctx.Err() == nil {
-			continue // another process was faster, with some of it
+			continue // another process created a part at the same time
 		}
 		if err != nil {
 			return fmt.Errorf("postgres: once: %w", err)
@@ -123,13 +123,14 @@ const (
 	duplicateTable  = "42P07"
 )
 
-// Mark marks a key in a transaction of the caller's, and tells whether it is the first to do
-// so: then the caller does its effect by tx and commits. Otherwise the effect has happened.
-// While another transaction has marked the key and has not ended, Mark waits for its end. It
-// costs a round trip.
+// Mark marks a key in the caller's transaction. first reports whether the key was unmarked:
+// then the caller runs its effect in tx and commits. Otherwise the effect has already
+// happened. If another open transaction has marked the key, Mark waits for its end. Mark
+// costs one round trip.
 //
-// In a transaction that is REPEATABLE READ or SERIALIZABLE, Mark may fail with the SQLSTATE
-// 40001 for a key that was marked meanwhile: the next delivery finds it.
+// In a REPEATABLE READ or SERIALIZABLE transaction, Mark may fail with SQLSTATE 40001 if
+// another transaction marked the key after this one began. The next delivery then finds the
+// mark.
 func Mark(ctx context.Context, tx pgx.Tx, key string) (first bool, err error) {
 	if err := once.CheckKey(key); err != nil {
 		return false, err
@@ -145,9 +146,10 @@ func insertMark(ctx context.Context, tx pgx.Tx, name, key string) (first bool, e
 	return tag.RowsAffected() == 1, nil
 }
 
-// Do is a transaction with the mark of the key and what effect does by tx, unless the key is
-// marked: then it returns nil. An effect that fails or panics is rolled back with its mark.
-// An error of Do may hide a commit whose answer was lost; the next Do of the key knows.
+// Do runs effect and writes the mark of the key in one transaction. If the key is already
+// marked, it returns nil. If effect fails or panics, effect and mark are rolled back. An
+// error of Do may hide a commit whose answer was lost; the next Do of the key finds the
+// mark.
 //
 // A second Do of a key waits for the end of the first, in all processes.
 func (s *Store) Do(ctx context.Context, key string, effect func(ctx context.Context, tx pgx.Tx) error) error {
@@ -162,12 +164,13 @@ func (s *Store) Do(ctx context.Context, key string, effect func(ctx context.Cont
 		return err
 	}
 	if s.marks.Add(1)%forgetEvery == 0 {
-		_, _ = s.Forget(ctx) // the effect has happened; the next one tries again
+		_, _ = s.Forget(ctx) // the effect has happened; a later Do tries Forget again
 	}
 	return nil
 }
 
-// endTime is how long the end of a transaction may take, whatever became of the delivery.
+// endTime is how long a commit or rollback may take, even if the delivery's context has
+// ended.
 const endTime = 10 * time.Second
 
 // transact commits unless f fails, panics or calls Goexit.
@@ -181,7 +184,7 @@ func (s *Store) transact(ctx context.Context, f func(pgx.Tx) error) error {
 		defer cancel()
 		return end(ctx)
 	}
-	defer func() { _ = ending(tx.Rollback) }() // of nothing, after a commit
+	defer func() { _ = ending(tx.Rollback) }() // does nothing after a commit
 	if err := f(tx); err != nil {
 		return err
 	}
@@ -191,16 +194,16 @@ func (s *Store) transact(ctx context.Context, f func(pgx.Tx) error) error {
 	return nil
 }
 
-// forgetEvery is how many Dos there are for each Forget, and forgetMost is how many marks one
-// removes: more than were made meanwhile.
+// forgetEvery is the number of Dos for each Forget. forgetMost is the number of marks that
+// one Forget removes, which is more than those Dos make.
 const (
 	forgetEvery = 1000
 	forgetMost  = 4000
 )
 
 // Forget removes marks and entities that are older than Config.Age by the database's clock,
-// up to 4,000 of each, and returns how many. Each 1,000th Do calls it. A program that only
-// calls [Mark] or [Step] calls it itself.
+// up to 4,000 of each, and returns their number. Each 1,000th Do calls it. A program that
+// only calls [Mark] or [Step] must call it itself.
 func (s *Store) Forget(ctx context.Context) (n int, err error) {
 	for _, statement := range []string{forget, forgetEntities} {
 		tag, err := s.pool.Exec(ctx, statement, s.age.Seconds(), forgetMost)
@@ -212,10 +215,10 @@ func (s *Store) Forget(ctx context.Context) (n int, err error) {
 	return n, nil
 }
 
-// Step takes an entity to a state in a transaction of the caller's, and tells whether it is
-// the first to do so: then the caller does the step's effect by tx and commits. Otherwise the
-// entity has been there. An impossible step is an [*once.StepError]. Steps of one entity wait
-// for each other's transactions. It costs four round trips.
+// Step moves an entity to a state in the caller's transaction. first reports whether the
+// step is new: then the caller runs the step's effect in tx and commits. Otherwise the
+// entity has already been in the state. An impossible step is an [*once.StepError]. Steps
+// of one entity wait for each other's transactions. Step costs four round trips.
 func Step(ctx context.Context, tx pgx.Tx, m *once.Machine, entity, to string) (first bool, err error) {
 	if len(entity) < 1 || len(entity) > once.MaxKey || strings.ContainsRune(entity, 0) {
 		return false, fmt.Errorf("%w: entity %.80q: it must be 1 to %d bytes, without a zero byte", once.ErrKey, entity, once.MaxKey)
@@ -242,9 +245,9 @@ func Step(ctx context.Context, tx pgx.Tx, m *once.Machine, entity, to string) (f
 	return first, nil
 }
 
-// Compare reports the differences between the states and the marks that the database has of
-// a machine: none, unless rows were changed, or tables restored, by hand. It reads all of
-// both, at a start for example.
+// Compare returns the differences between the states and the marks of a machine in the
+// database. There are none, unless rows were changed or tables restored by hand. It reads
+// all states and marks, so call it at a start, for example.
 func (s *Store) Compare(ctx context.Context, m *once.Machine) ([]once.Difference, error) {
 	paths, marks := make(map[string][]string), make(map[string][]string)
 	err := pgx.BeginTxFunc(ctx, s.pool, pgx.TxOptions{IsoLevel: pgx.RepeatableRead, AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) error {

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package embedded is the NATS server of the examples, so that they run without
-// one. A program of yours has a server, and calls nats.Connect.
+// Package embedded runs the NATS server of the examples, so that they need no other. Your
+// program has a server, and calls nats.Connect.
 package embedded
 
 import (

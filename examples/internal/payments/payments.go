@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package payments is the dependency of the examples' tests: a service that goes
-// down for a second.
+// Package payments is the dependency of the examples' tests: a service with an outage of
+// one second.
 package payments
 
 import (
@@ -13,16 +13,16 @@ import (
 )
 
 const (
-	// Orders is how many orders a test publishes, from 1 on.
+	// Orders is the number of orders that a test publishes, from 1 on.
 	Orders = 200
 
-	// Poison is the one that cannot be charged.
+	// Poison is the order that cannot be charged.
 	Poison = 13
 
 	dies = 50 // the order at which the outage begins
 )
 
-// Service charges orders. It is away for a second from the 50th on. It is safe for
+// Service charges orders. Its outage of a second begins at order 50. It is safe for
 // concurrent use.
 type Service struct {
 	mu      sync.Mutex
@@ -55,11 +55,12 @@ func (s *Service) Charge(order int) error {
 	return nil
 }
 
-// Done is closed when all orders have been charged, but for the poisonous one.
+// Done returns a channel that is closed when all orders but the poisonous one have been
+// charged.
 func (s *Service) Done() <-chan struct{} { return s.done }
 
-// Check tells whether each order was charged once, in order if ordered, and the outage
-// cost few calls.
+// Check returns an error unless each order was charged once (in order, if ordered) and the
+// outage cost few calls.
 func (s *Service) Check(ordered bool) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()

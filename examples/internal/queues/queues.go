@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package queues makes and reads the queues of the RabbitMQ examples. A program
-// of yours has its own.
+// Package queues creates and reads the queues of the RabbitMQ examples. Your program has
+// its own queues.
 package queues
 
 import (
@@ -16,13 +16,14 @@ import (
 	"github.com/rabbitmq/amqp091-go"
 )
 
-// URL is the value of STORMGUARD_RABBITMQ, or a broker on this machine's usual
-// port. scripts/brokers start rabbitmq runs one and prints its address.
+// URL returns the value of STORMGUARD_RABBITMQ, or the address of a broker on this
+// machine's usual port. The command scripts/brokers start rabbitmq runs one and prints its
+// address.
 func URL() string {
 	return cmp.Or(os.Getenv("STORMGUARD_RABBITMQ"), "amqp://guest:guest@127.0.0.1:5672/")
 }
 
-// Queue is a quorum queue that an example made, of a name that nobody else has.
+// Queue is a quorum queue that an example made, with a unique name.
 type Queue struct {
 	Name string
 	conn *amqp091.Connection
@@ -67,7 +68,7 @@ func (q *Queue) Publish(ctx context.Context, bodies ...string) error {
 	return nil
 }
 
-// Get takes everything out of a queue.
+// Get removes and returns all messages of a queue.
 func (q *Queue) Get(queue string) (all []amqp091.Delivery, err error) {
 	for {
 		d, ok, err := q.ch.Get(queue, true)
@@ -78,13 +79,13 @@ func (q *Queue) Get(queue string) (all []amqp091.Delivery, err error) {
 	}
 }
 
-// Len is how many messages wait in a queue.
+// Len returns the number of messages that wait in a queue.
 func (q *Queue) Len(queue string) (int, error) {
 	got, err := q.ch.QueueDeclarePassive(queue, true, false, false, false, nil)
 	return got.Messages, err
 }
 
-// Close deletes the queue, and others, and closes the connection.
+// Close deletes the queue and others, and closes the connection.
 func (q *Queue) Close(others ...string) {
 	for _, name := range append(others, q.Name) {
 		if _, err := q.ch.QueueDelete(name, false, false, false); err != nil {

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package topics makes and reads the topics of the Kafka examples. A program of
-// yours has its own.
+// Package topics creates and reads the topics of the Kafka examples. Your program has its
+// own topics.
 package topics
 
 import (
@@ -17,13 +17,14 @@ import (
 	"github.com/IBM/sarama"
 )
 
-// Addrs is the value of STORMGUARD_KAFKA, or a broker on this machine's usual
-// port. scripts/brokers start kafka runs one and prints its address.
+// Addrs returns the value of STORMGUARD_KAFKA, or the address of a broker on this machine's
+// usual port. The command scripts/brokers start kafka runs one and prints its address.
 func Addrs() []string {
 	return strings.Split(cmp.Or(os.Getenv("STORMGUARD_KAFKA"), "127.0.0.1:9092"), ",")
 }
 
-// Config is sarama's own, quicker to notice what happens than production need be.
+// Config returns sarama's default configuration, changed to notice events sooner than
+// production needs.
 func Config() *sarama.Config {
 	c := sarama.NewConfig()
 	c.Version = sarama.V3_6_0_0
@@ -32,7 +33,7 @@ func Config() *sarama.Config {
 	c.Consumer.Return.Errors = true
 	c.Consumer.Group.Heartbeat.Interval = time.Second
 	c.Metadata.Retry.Max = 20
-	c.Admin.Timeout = 30 * time.Second // of 3s a busy broker may need more
+	c.Admin.Timeout = 30 * time.Second // a busy broker may need more than the default 3s
 	return c
 }
 
@@ -46,8 +47,7 @@ type Topic struct {
 	producer sarama.SyncProducer
 }
 
-// New makes a topic of one partition and a group for it, each of a name that
-// nobody else has.
+// New creates a topic of one partition and a group for it, each with a unique name.
 func New(name string) (*Topic, error) {
 	c := Config()
 	c.Producer.Return.Successes = true
@@ -81,13 +81,13 @@ func (t *Topic) Publish(body string) error {
 	return err
 }
 
-// PublishKey appends a message of a key.
+// PublishKey appends a message with a key.
 func (t *Topic) PublishKey(key, body string) error {
 	_, _, err := t.producer.SendMessage(&sarama.ProducerMessage{Topic: t.Name, Key: sarama.StringEncoder(key), Value: sarama.StringEncoder(body)})
 	return err
 }
 
-// Read is all that a topic has.
+// Read returns all messages of a topic.
 func (t *Topic) Read(ctx context.Context, topic string) ([]*sarama.ConsumerMessage, error) {
 	end, err := t.client.GetOffset(topic, 0, sarama.OffsetNewest)
 	if err != nil || end == 0 {
@@ -114,7 +114,7 @@ func (t *Topic) Read(ctx context.Context, topic string) ([]*sarama.ConsumerMessa
 	return all, nil
 }
 
-// Close deletes the topic and those named besides.
+// Close deletes the topic and the topics in also.
 func (t *Topic) Close(also ...string) {
 	_ = t.producer.Close()
 	for _, name := range append(also, t.Name) {

@@ -1,9 +1,9 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Command natsserver is nats-server as linked by the tests of this module, in a
-// process of its own so that it can be killed. It takes one argument, a
-// configuration file, and ends on SIGTERM.
+// Command natsserver runs the nats-server that the tests of this module link, in a process
+// of its own so that it can be killed. Its one argument is a configuration file. It ends on
+// SIGTERM.
 package main
 
 import (

@@ -21,60 +21,62 @@ const (
 	positionBucket = "positions"
 	chunkBucket    = "chunks"
 
-	// pageSize is larger than what bbolt takes by itself: a sync of 16 KiB takes as long
-	// as one of 4, and a quarter of the pages are a quarter of the system calls.
+	// pageSize is larger than bbolt's default: a sync of 16 KiB takes as long as one of 4
+	// KiB, and a quarter of the pages needs a quarter of the system calls.
 	pageSize = 16 << 10
 
-	// chunkTarget is when a chunk is full. Four fit into a page with room to spare, so that
-	// only messages that are larger by themselves make bbolt copy pages in a row.
+	// chunkTarget is the size in bytes at which a chunk is full. Four chunks fit into a
+	// page with room to spare. So only larger messages make bbolt copy several consecutive
+	// pages.
 	chunkTarget = 3 << 10
 
-	// growMin and growMax bound by how much the file grows. What is grown is written with
-	// zeros: the sync of a page whose place exists already takes half as long, and there
-	// can be no surprise about room later.
+	// growMin and growMax limit how much the file grows at once. New space is filled with
+	// zeros: the sync of a page that already has its place takes half as long, and later
+	// there are no surprises about space.
 	growMin = 256 << 10
 	growMax = 16 << 20
 
-	// reservePages are kept free for transactions without chunks.
+	// reservePages is the number of pages kept free for transactions without chunks.
 	reservePages = 64
 
-	// lanePages is the most that the position of a lane, and the end of its drained chunks,
-	// make bbolt write: two ways from the root to a leaf, and the neighbours they merge with.
+	// lanePages is the most pages that bbolt writes for a lane's position and the end of
+	// its drained chunks: two paths from the root to a leaf, and the neighbours that they
+	// merge with.
 	lanePages = 12
 )
 
-// lanesAtOnce is how many lanes go into a transaction that must do with the reserve, and
-// lanesMost into any.
+// lanesAtOnce is the number of lanes in a transaction that must use the reserve only.
+// lanesMost is the maximum for any transaction.
 const (
 	lanesAtOnce = (reservePages - 8) / lanePages
 	lanesMost   = 1024
 )
 
-// errNoRoom is that of a store whose disk, or whose limit, has no room.
+// errNoRoom means that the disk, or the store's limit, has no space.
 var errNoRoom = errors.New("no room")
 
 type bolt struct {
 	db    *bbolt.DB
 	file  *os.File
 	page  int64
-	limit int64 // that the file may grow to
+	limit int64 // maximum length of the file
 
-	// gate makes sure that no read is open when a write begins, so that bbolt takes back
-	// all pages that were freed before.
+	// gate keeps reads away while a write begins, so that bbolt can reuse all pages that
+	// were freed before.
 	gate sync.RWMutex
 
-	// The rest is the writer's.
-	ready    int64 // bytes of the file that are allocated, from its beginning: used or more
-	used     int64 // bytes that bbolt has used, likewise
-	free     int64 // pages that it can use again
-	panicked bool  // bbolt has, in a transaction
-	unsure   error // why used is not known
+	// The fields below belong to the writer.
+	ready    int64 // allocated bytes from the beginning of the file; at least used
+	used     int64 // bytes from the beginning of the file that bbolt has used
+	free     int64 // number of pages that bbolt can reuse
+	panicked bool  // bbolt panicked in a transaction
+	unsure   error // why used is not known, or nil
 }
 
 func boltOptions(page int, readOnly bool, file **os.File) *bbolt.Options {
 	return &bbolt.Options{
-		Timeout:        time.Nanosecond, // do not wait: the directory is locked
-		NoFreelistSync: true,            // it would grow with what is freed, when there is no room
+		Timeout:        time.Nanosecond, // no wait is needed: the directory is locked
+		NoFreelistSync: true,            // a stored freelist would grow with freed pages when there is no space
 		FreelistType:   bbolt.FreelistMapType,
 		PageSize:       page,
 		ReadOnly:       readOnly,
@@ -88,7 +90,7 @@ func boltOptions(page int, readOnly bool, file **os.File) *bbolt.Options {
 	}
 }
 
-// openBolt opens a file that was inspected.
+// openBolt opens an inspected file.
 func openBolt(path string, readOnly bool, limit int64) (_ *bolt, err error) {
 	b := &bolt{limit: limit}
 	err = guarded(func() error {
@@ -112,8 +114,8 @@ func openBolt(path string, readOnly bool, limit int64) (_ *bolt, err error) {
 	return b, nil
 }
 
-// measure learns how much bbolt has used. It takes pages within its Commit, also beyond what
-// is ready; and a hole in what it has used is no free place.
+// measure reads how much of the file bbolt has used. In a Commit bbolt may use pages beyond
+// ready, and a hole in the used part is no free space.
 func (b *bolt) measure() error {
 	return guarded(func() error {
 		return b.db.View(func(tx *bbolt.Tx) error {
@@ -124,8 +126,8 @@ func (b *bolt) measure() error {
 	})
 }
 
-// guarded turns a fault of memory that is mapped to the file, as when the disk cannot
-// read a page, and a panic of bbolt's, into an error.
+// guarded turns faults and panics into errors: a fault of mapped memory, for example if the
+// disk cannot read a page, and a panic of bbolt.
 func guarded(f func() error) (err error) {
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
 	defer func() {
@@ -149,8 +151,9 @@ func (b *bolt) lanes() int {
 	return int(min(max(pages-8, reservePages-8)/lanePages, lanesMost))
 }
 
-// close frees the file. A transaction that panicked is never over, and bbolt's Close would
-// wait for it; to end it, bbolt would read all pages, and a page may be what it fell over.
+// close closes the file. After a panic the transaction never ends, and bbolt's Close would
+// wait for it. Ending it would make bbolt read all pages, and one of them may have caused
+// the panic.
 func (b *bolt) close() error {
 	if b.panicked {
 		return b.file.Close()
@@ -187,22 +190,22 @@ func (b *bolt) write(t *transaction) error {
 			return err
 		}
 	}
-	b.panicked = true // until it is seen to have returned
+	b.panicked = true // until transact has returned
 	err := guarded(func() error {
 		err := b.transact(t)
 		b.panicked = false
 		return err
 	})
 	if err == nil {
-		b.unsure = b.measure() // the next write has it: this one is on the disk
+		b.unsure = b.measure() // the next write returns this error: this write is on the disk
 	}
 	s := b.db.Stats()
 	b.free = int64(s.FreePageN + s.PendingPageN)
 	if err == nil {
 		return nil
 	}
-	// A write that found no room was not followed by a sync, and bbolt has undone it. After
-	// a sync that failed nobody knows what the disk has.
+	// If a write found no space, no sync followed, and bbolt has undone it. After a failed
+	// sync nobody knows what is on the disk.
 	var at *fs.PathError
 	if errors.As(err, &at) && at.Op == "write" && errors.Is(err, syscall.ENOSPC) {
 		return fmt.Errorf("%w: %w", errNoRoom, err)
@@ -229,7 +232,7 @@ func (b *bolt) begin() (*bbolt.Tx, error) {
 
 func (b *bolt) apply(tx *bbolt.Tx, t *transaction) error {
 	positions, chunks := tx.Bucket([]byte(positionBucket)), tx.Bucket([]byte(chunkBucket))
-	chunks.FillPercent = 0.95 // what is added mostly goes to the end of a lane
+	chunks.FillPercent = 0.95 // new chunks mostly go to the end of a lane
 	for _, c := range t.chunks {
 		if err := chunks.Put(newKey(c.name, c.seq), c.data); err != nil {
 			return err
@@ -254,8 +257,8 @@ func (b *bolt) apply(tx *bbolt.Tx, t *transaction) error {
 	return nil
 }
 
-// drop deletes the chunks of a lane that are before its head: those that are followed by
-// one that begins at it or before, and all of an empty lane.
+// drop deletes the chunks of a lane before its head: chunks whose next chunk begins at or
+// before the head, and all chunks of an empty lane.
 func drop(chunks *bbolt.Bucket, p position) (freed int64, err error) {
 	var keys [][]byte
 	var last []byte
@@ -281,7 +284,7 @@ func drop(chunks *bbolt.Bucket, p position) (freed int64, err error) {
 	return freed, nil
 }
 
-// makeRoom sees to it that a transaction finds allocated pages, with the reserve left.
+// makeRoom makes sure that a transaction finds allocated pages without the reserve.
 func (b *bolt) makeRoom(t *transaction) error {
 	need := int64(reservePages + 8 + lanePages*len(t.positions))
 	small, row := int64(0), false
@@ -290,7 +293,7 @@ func (b *bolt) makeRoom(t *transaction) error {
 			small += size
 		} else {
 			need += 5*size/b.page + 2 // bbolt copies up to four neighbours of one leaf
-			row = true                // into pages that must lie in a row
+			row = true                // the copied pages must lie in a row
 		}
 	}
 	need += 2*small/b.page + 2
@@ -304,8 +307,8 @@ func (b *bolt) makeRoom(t *transaction) error {
 	return nil
 }
 
-// extend makes the file longer by at least so many bytes. What bbolt has used is never
-// written: it ends before ready does.
+// extend makes the file longer by at least need bytes. It never writes to the part that
+// bbolt uses, which ends before ready.
 func (b *bolt) extend(need int64) error {
 	to := b.ready + max(need, min(max(b.ready/2, growMin), growMax))
 	to = min(to, max(b.limit, b.ready)) / b.page * b.page
@@ -320,7 +323,7 @@ func (b *bolt) extend(need int64) error {
 		b.ready = at / b.page * b.page
 		if errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) {
 			if b.ready >= least {
-				break // less than was asked for, and enough
+				break // less than planned, but enough
 			}
 			return fmt.Errorf("%w: %w", errNoRoom, err)
 		}
@@ -331,7 +334,8 @@ func (b *bolt) extend(need int64) error {
 	return b.file.Sync()
 }
 
-// buildBolt makes a new file with what is given, and syncs it. next returns nil at the end.
+// buildBolt makes a new file with the given positions and chunks, and syncs it. next
+// returns nil at the end.
 func buildBolt(path string, positions []position, next func() (*newChunk, error)) (err error) {
 	var file *os.File
 	db, err := bbolt.Open(path, 0o600, boltOptions(pageSize, false, &file))

@@ -11,8 +11,8 @@ import (
 	"math"
 )
 
-// A chunk is messages of one lane that follow each other, and says all about itself, so
-// that it can be found in a file of which nothing else is readable. Little-endian:
+// A chunk holds consecutive messages of one lane. It describes itself completely, so that
+// it can be found in a file of which nothing else is readable. Little-endian:
 //
 //	offset  bytes
 //	     0  4      "SGc1"
@@ -21,7 +21,7 @@ import (
 //	    12  4      number of messages n, at least 1
 //	    16  8      sequence number of the first message, from 1
 //	    24  8      number of the write that made it
-//	    32  8      when, in nanoseconds since 1970
+//	    32  8      time of the write, in nanoseconds since 1970
 //	    40  1      length of the lane's name
 //	    41  …      the name
 //	     …  8·n    the table: for each message its length and its CRC32C
@@ -32,7 +32,7 @@ const (
 	recordCost  = 8
 )
 
-// A lane's position says what of a lane is held:
+// A lane's position says which messages of the lane are held:
 //
 //	offset  bytes
 //	     0  4      "SGp1"
@@ -51,10 +51,10 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 func checksum(b []byte) uint32 { return crc32.Checksum(b, castagnoli) }
 
-// chunkOverhead is what a chunk has besides its records and their entries in the table.
+// chunkOverhead is the size of a chunk without its records and their entries in the table.
 func chunkOverhead(name string) int { return chunkHeader + len(name) }
 
-// chunkCost is what a chunk of so many bytes counts for: with its key and its element.
+// chunkCost is the cost of a chunk of size bytes, with its key and its element of a page.
 func chunkCost(name string, size int) int64 { return int64(size + keySize(name) + 16) }
 
 // appendChunk appends a chunk with the given messages, which lie one after the other in
@@ -81,7 +81,7 @@ func appendChunk(dst []byte, name string, first, commit uint64, when int64, lens
 	return append(dst, data...)
 }
 
-// A chunk is one that has been read. Its parts point into what it was read from.
+// A chunk is a chunk that was read. Its parts point into the bytes from which it was read.
 type chunk struct {
 	name   string
 	first  uint64
@@ -90,7 +90,7 @@ type chunk struct {
 	n      int
 	size   int
 	table  []byte
-	data   []byte // of all messages; shorter than they say if it is cut
+	data   []byte // data of all messages; shorter than the table says if the chunk is cut
 }
 
 var (
@@ -99,8 +99,8 @@ var (
 	errCRC   = errors.New("checksum of the header is wrong")
 )
 
-// parseChunk reads the chunk that b begins with. What follows it in b is ignored, and
-// messages at its end may be missing.
+// parseChunk reads the chunk at the beginning of b. It ignores the bytes of b after the
+// chunk. Messages at the end of the chunk may be missing.
 func parseChunk(b []byte) (chunk, error) {
 	if len(b) < chunkHeader {
 		return chunk{}, errShort
@@ -139,11 +139,11 @@ func parseChunk(b []byte) (chunk, error) {
 	return c, nil
 }
 
-// end is the sequence number behind the last message.
+// end returns the sequence number after the last message.
 func (c *chunk) end() uint64 { return c.first + uint64(c.n) }
 
-// record returns message i, which begins at offset from of data, and where the next one
-// begins.
+// record returns message i, which begins at offset from of data, and the offset of the next
+// message.
 func (c *chunk) record(i, from int) (rec []byte, next int, err error) {
 	n := int(binary.LittleEndian.Uint32(c.table[recordCost*i:]))
 	next = from + n
@@ -157,7 +157,7 @@ func (c *chunk) record(i, from int) (rec []byte, next int, err error) {
 	return rec, next, nil
 }
 
-// A position is what is held of a lane.
+// A position says which messages of a lane are held: from head to before tail.
 type position struct {
 	name       string
 	head, tail uint64
@@ -176,7 +176,7 @@ func newPosition(p position) []byte {
 	return dst
 }
 
-// parsePosition reads the position that b begins with, and says how long it is.
+// parsePosition reads the position at the beginning of b, and returns its length.
 func parsePosition(b []byte) (p position, size int, err error) {
 	if len(b) < positionHeader {
 		return position{}, 0, errShort
@@ -219,7 +219,7 @@ func parseKey(k []byte) (name []byte, seq uint64, ok bool) {
 	return k[1 : len(k)-8], binary.BigEndian.Uint64(k[len(k)-8:]), true
 }
 
-// offsets is where in data each message begins.
+// offsets returns the offset in data of each message.
 func (c *chunk) offsets() []int {
 	at := make([]int, c.n)
 	from := 0

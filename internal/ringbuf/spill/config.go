@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// What a zero field of a [Config] means.
+// Defaults of a [Config] field left at zero.
 const (
 	DefaultMaxCount        = 16 << 20
 	DefaultMaxBytes        = 1 << 30
@@ -22,10 +22,10 @@ const (
 )
 
 const (
-	// MaxMessage is the most bytes that one encoded message may have.
+	// MaxMessage is the largest size of an encoded message, in bytes.
 	MaxMessage = 16 << 20
 
-	// MaxName is the most bytes that the name of a lane may have.
+	// MaxName is the longest name of a lane, in bytes.
 	MaxName = 255
 
 	maxDelay  = time.Minute
@@ -33,7 +33,8 @@ const (
 	is32bit   = strconv.IntSize == 32
 )
 
-// maxMaxBytes keeps the file mappable: it may be twice as large as what it holds.
+// maxMaxBytes is the upper limit of MaxBytes. It keeps the file mappable, which may be
+// twice as large as its content.
 func maxMaxBytes() int64 {
 	if is32bit {
 		return 256 << 20
@@ -41,51 +42,51 @@ func maxMaxBytes() int64 {
 	return 1 << 40
 }
 
-// Config bounds a [Spill] and says when it syncs. Only Dir has no default.
+// Config limits a [Spill] and says when it syncs. Only Dir has no default.
 type Config struct {
-	// Dir is the directory that the spill owns: one process at a time, nothing else in
-	// it. It is created if its parent exists. It must be on a local disk. Unset is an
-	// error: nothing is ever written to a place that nobody chose.
+	// Dir is the directory of the spill. One process uses it at a time, and nothing else is
+	// in it. It is created if its parent exists. It must be on a local disk. An empty Dir
+	// is an error, so that nothing is written to a place that nobody chose.
 	Dir string
 
-	// MaxCount is how many messages all lanes together may hold, leased ones included:
-	// 1 to 2147483647; 0 means [DefaultMaxCount].
+	// MaxCount is the maximum number of messages in all lanes together, leased ones
+	// included: 1 to 2147483647; 0 means [DefaultMaxCount].
 	MaxCount int
 
-	// MaxBytes is how many bytes all lanes together may hold, leased ones included:
-	// 64 KiB to 1 TiB, or 256 MiB on 32-bit machines; 0 means [DefaultMaxBytes]. A
-	// message counts with its encoding and what the format adds. The file is larger: by
-	// a few per cent with one lane, up to twice as large with very many.
+	// MaxBytes is the maximum number of bytes in all lanes together, leased messages
+	// included: 64 KiB to 1 TiB, or 256 MiB on 32-bit machines; 0 means [DefaultMaxBytes].
+	// A message counts with its encoding and the bytes of the format. The file is larger:
+	// by a few per cent with one lane, up to twice as large with very many.
 	MaxBytes int64
 
-	// LaneShare is the part of MaxCount and of MaxBytes that one lane may fill, above 0
-	// and up to 1; 0 means 1. A lane may always hold one message.
+	// LaneShare is the share of MaxCount and MaxBytes that one lane may fill, above 0 and
+	// up to 1; 0 means 1. A lane may always hold one message.
 	LaneShare float64
 
-	// BatchCount ends a batch: so many messages are synced together at most, 1 to
-	// 1048576; 0 means [DefaultBatchCount].
+	// BatchCount is the maximum number of messages that are synced together, 1 to 1048576;
+	// 0 means [DefaultBatchCount].
 	BatchCount int
 
-	// BatchBytes ends a batch as well, 1 to 64 MiB; 0 means [DefaultBatchBytes]. A larger
-	// message is a batch of its own. Up to two batches are in memory at a time.
+	// BatchBytes is the maximum size of a batch, 1 byte to 64 MiB; 0 means
+	// [DefaultBatchBytes]. A larger message is a batch of its own. Up to two batches are in
+	// memory at a time.
 	BatchBytes int64
 
-	// BatchDelay is how long the first message of a batch waits for others, up to a
-	// minute. 0 means not at all: a batch is what came while the last one was synced.
+	// BatchDelay is how long the first message of a batch waits for others, up to a minute.
+	// 0 means no wait: a batch has the messages that came during the last sync.
 	BatchDelay time.Duration
 
-	// CheckpointCount is after how many committed messages the drained position is
-	// synced, 1 to 1048576; 0 means [DefaultCheckpointCount].
+	// CheckpointCount is the number of committed messages after which the drained position
+	// is synced, 1 to 1048576; 0 means [DefaultCheckpointCount].
 	CheckpointCount int
 
-	// CheckpointDelay is after how long it is synced at the latest, 1 ms to a minute; 0
-	// means [DefaultCheckpointDelay]. After a crash, what was committed since is leased
-	// again.
+	// CheckpointDelay is the longest time after which the drained position is synced, 1 ms
+	// to a minute; 0 means [DefaultCheckpointDelay]. After a crash, messages that were
+	// committed after the last sync are leased again.
 	CheckpointDelay time.Duration
 }
 
-// Validate reports every field that is out of range, or nil. It does not look at the
-// disk.
+// Validate reports every field that is out of range, or nil. It does not touch the disk.
 func (c Config) Validate() error {
 	var errs []error
 	wrong := func(format string, args ...any) {

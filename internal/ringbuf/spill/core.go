@@ -17,57 +17,57 @@ type State uint8
 const (
 	// Ready takes messages in and gives them out.
 	Ready State = iota
-	// NoSpace gives messages out. The disk, or the file's limit, had no room for more. It
-	// tries again when messages were drained, and each second.
+	// NoSpace only gives messages out. The disk, or the file's limit, had no space for
+	// more. The spill tries again after messages were drained, and each second.
 	NoSpace
-	// Failed gives messages out, and takes none in until the directory is opened anew. What
-	// was drained meanwhile may come again then.
+	// Failed only gives messages out, until the directory is opened again. Messages that
+	// are drained in this state may come again then.
 	Failed
 	// Closed does nothing.
 	Closed
 )
 
-// String is the state as an operator sees it.
+// String returns the state for operators.
 func (s State) String() string {
 	return [...]string{"ready", "no space", "failed", "closed"}[s]
 }
 
 const (
-	retryDelay = time.Second // between tries to find room
-	idleLanes  = 1024        // empty lanes whose position is kept
+	retryDelay = time.Second // time between tries to find space
+	idleLanes  = 1024        // number of empty lanes whose position is kept
 )
 
-// core is a Spill of bytes.
+// core is a Spill without the codec: its messages are bytes.
 type core struct {
 	cfg       Config
 	laneCount int
 	laneBytes int64
 	store     store
-	dir       *os.File // has the lock
+	dir       *os.File // the open directory, which holds the lock
 	onState   func(State, error)
 	onDamage  func(Damage)
 
-	wake    chan struct{} // capacity 1: the writer is to look again
+	wake    chan struct{} // capacity 1: tells the writer to look again
 	stopped chan struct{} // closed when the writer has ended
 
 	mu       sync.Mutex
 	state    State
-	err      error    // why state is not Ready
-	untold   []change // of state, for onState, oldest first
-	telling  bool     // somebody calls onState
+	err      error    // the reason if state is not Ready
+	untold   []change // changes of state that onState must still get, oldest first
+	telling  bool     // a goroutine is calling onState
 	lanes    map[string]*lane
-	idle     int   // lanes that hold nothing
-	count    int   // messages held or on their way, committed ones until the next checkpoint included
-	bytes    int64 // what all chunks cost
+	idle     int   // number of lanes that hold nothing
+	count    int   // messages held or being written, and committed ones until the next checkpoint
+	bytes    int64 // cost of all chunks
 	open     *batch
 	writing  *batch
-	dirty    []*lane // lanes with commits that are not synced
+	dirty    []*lane // lanes with unsynced commits
 	drained  int     // messages committed since the last checkpoint
 	since    time.Time
 	flushes  []*flush
 	retryAt  time.Time
-	stuck    bool // not even positions found room, until retryAt
-	hungry   bool // somebody found no room while there was some to be synced
+	stuck    bool // not even positions found space; until retryAt
+	hungry   bool // a call found no room while commits were unsynced
 	closing  bool
 	queue    []*waiter // Puts that wait for room, oldest first
 	blocked  uint64
@@ -76,14 +76,14 @@ type core struct {
 	writes   uint64
 	fileSize int64
 
-	busy bool // somebody is the writer
+	busy bool // a goroutine is the writer now
 
-	// The writer's own.
+	// commit and arena are used by the writer only.
 	commit uint64
-	arena  []byte // where chunks are made
+	arena  []byte // memory in which chunks are built
 }
 
-// A flush waits until what was committed before it is synced.
+// A flush waits until everything that was committed before it is synced.
 type flush struct {
 	done chan struct{}
 	err  error
@@ -91,54 +91,54 @@ type flush struct {
 
 // A waiter is a Put that waits for room.
 type waiter struct {
-	ch     chan struct{} // capacity 1: look again
+	ch     chan struct{} // capacity 1: tells the Put to look again
 	lane   *lane
-	inLane bool // what is full is the lane's share
+	inLane bool // the lane's share is full, not the spill
 }
 
-// lane is a Lane of bytes. Guarded by core.mu, but for the reader's part, which belongs
-// to whoever has set leased.
+// lane is a Lane without the codec. It is guarded by core.mu, except for reader, which
+// belongs to the call that has set leased.
 type lane struct {
 	c    *core
 	name string
-	err  error // why it takes no more calls, or nil
+	err  error // why the lane takes no more calls, or nil
 
-	head    uint64 // oldest message that is not committed
-	tail    uint64 // the next message that is made durable
+	head    uint64 // sequence number of the oldest uncommitted message
+	tail    uint64 // sequence number of the next message that is made durable
 	synced  uint64 // head as of the last checkpoint
-	count   int    // messages that can be leased
-	held    int    // count, what is on its way, and what was committed since the last checkpoint
+	count   int    // number of messages that can be leased
+	held    int    // count, messages being written, and messages committed since the last checkpoint
 	bytes   int64
 	oldest  time.Time
-	idle    bool // it holds nothing
-	dirty   bool // it has commits that are not synced
-	going   bool // its position is being written
-	waiting int  // calls that wait on it
+	idle    bool // the lane holds nothing
+	dirty   bool // the lane has unsynced commits
+	going   bool // the lane's position is being written
+	waiting int  // number of calls that wait on the lane
 
 	leased  bool
 	lease   uint64
-	ends    []uint64      // head after each leased message
-	changed chan struct{} // closed when there is something new for a Lease; nil if none waits
+	ends    []uint64      // the head that follows each leased message
+	changed chan struct{} // closed when a waiting Lease should look again; nil if none waits
 
 	reader reader
 }
 
-// reader is where a lane's reading is.
+// reader is the position at which a lane is read, and chunks that were read.
 type reader struct {
-	seq    uint64 // where the next chunk begins, or later
+	seq    uint64 // lower limit of the sequence number at which the next chunk begins
 	chunks []readChunk
-	lost   []span // what is known to be damaged
+	lost   []span // known damaged messages
 }
 
 type readChunk struct {
-	seq   uint64 // of its key
+	seq   uint64 // sequence number in the chunk's key
 	c     chunk
 	err   error
-	froms []int // where its messages begin
+	froms []int // offsets of the chunk's messages
 }
 
-// batch is what is synced together. While it is core.open it is guarded by core.mu, then
-// it is the writer's.
+// batch is a group of messages that are synced together. While a batch is core.open,
+// core.mu guards it; then it belongs to the writer.
 type batch struct {
 	parcels []*parcel
 	of      map[*lane]*parcel
@@ -153,10 +153,10 @@ type batch struct {
 // parcel is a lane's part of a batch.
 type parcel struct {
 	lane   *lane
-	lens   []uint32 // of its messages
+	lens   []uint32 // length of each message
 	data   []byte   // the messages, one after the other
-	chunks []int    // how many messages each chunk has
-	last   int      // bytes of the last chunk
+	chunks []int    // number of messages in each chunk
+	last   int      // bytes in the last chunk
 	count  int
 	bytes  int64
 }
@@ -175,31 +175,30 @@ func (c *core) laneLocked(name string) *lane {
 	return l
 }
 
-// full is why a message has no place.
+// full says why a message does not fit.
 type full uint8
 
 const (
 	fits   full = iota
-	noRoom      // the bounds, or the disk
-	noLane      // the lane's share
-	busy        // two batches are on their way, or others wait longer
+	noRoom      // the limits of the spill, or the disk
+	noLane      // the lane's share is full
+	busy        // two batches are being written, or other Puts wait longer
 )
 
-// request is what place is asked for: messages of a lane that lie one after the other in
-// data.
+// request is the input of place: messages of a lane, which lie one after the other in data.
 type request struct {
 	lane *lane
 	lens []uint32
 	data []byte
-	wait bool        // it can wait for room, so it goes behind those that do
-	all  bool        // all or none
-	done func(error) // to call when they are synced, or nil
+	wait bool        // the call can wait for room, so waiting Puts go first
+	all  bool        // place all messages or none
+	done func(error) // called when the messages are synced; may be nil
 
-	inline bool // the caller calls help next
+	inline bool // the caller calls help after place
 }
 
-// place puts as many messages as fit into the open batch. If it places none, the error
-// says why, and full whether it is worth waiting; w is the caller's waiter, if any.
+// place adds as many messages as fit to the open batch. If it adds none, err is the reason;
+// waiting makes sense if why is not fits. w is the caller's waiter, or nil.
 func (c *core) place(r request, w *waiter) (n int, b *batch, why full, err error) {
 	l := r.lane
 	c.mu.Lock()
@@ -282,8 +281,8 @@ func (c *core) place(r request, w *waiter) (n int, b *batch, why full, err error
 	return n, b, why, err
 }
 
-// firstLocked says whether no Put that waits goes before that of w on lane l. One that
-// waits for its lane's share is in the way of its own lane alone.
+// firstLocked reports whether no waiting Put comes before w on lane l. A Put that waits for
+// its lane's share only blocks its own lane.
 func (c *core) firstLocked(l *lane, w *waiter) bool {
 	for _, q := range c.queue {
 		if q == w {
@@ -296,12 +295,12 @@ func (c *core) firstLocked(l *lane, w *waiter) bool {
 	return true
 }
 
-// fresh says whether the next message begins a chunk.
+// fresh reports whether the next message begins a new chunk.
 func (p *parcel) fresh(size int) bool {
 	return len(p.chunks) == 0 || p.last+size+recordCost > chunkTarget
 }
 
-// costOf is the most that messages can cost.
+// costOf returns the maximum cost of messages.
 func costOf(l *lane, lens []uint32) (cost int64) {
 	for _, n := range lens {
 		cost += int64(n) + recordCost + chunkCost(l.name, chunkOverhead(l.name))
@@ -309,7 +308,7 @@ func costOf(l *lane, lens []uint32) (cost int64) {
 	return cost
 }
 
-// messageCost is the most that one message costs.
+// messageCost returns the maximum cost of one message.
 func messageCost(name string, size int) int64 {
 	return int64(size) + recordCost + chunkCost(name, chunkOverhead(name))
 }
@@ -334,7 +333,7 @@ func (c *core) signal() {
 	}
 }
 
-// wakePutsLocked lets Puts that wait look again.
+// wakePutsLocked lets waiting Puts look again.
 func (c *core) wakePutsLocked() {
 	for _, w := range c.queue {
 		select {
@@ -349,7 +348,7 @@ func (c *core) enterLocked(l *lane, inLane bool) *waiter {
 	c.queue = append(c.queue, w)
 	l.waiting++
 	c.signal()
-	w.ch <- struct{}{} // what came free since it looked must not be missed
+	w.ch <- struct{}{} // the Put must not miss room that became free since it looked
 	return w
 }
 
@@ -366,7 +365,7 @@ func (c *core) leave(w *waiter) {
 	}
 }
 
-// tell wakes the Leases that wait on the lane.
+// tellLocked wakes the Leases that wait on the lane.
 func (l *lane) tellLocked() {
 	if l.changed != nil {
 		close(l.changed)
@@ -374,7 +373,7 @@ func (l *lane) tellLocked() {
 	}
 }
 
-// weighLocked is called when a lane may have become empty, or is no longer.
+// weighLocked updates idle. It is called when a lane may have become empty, or non-empty.
 func (c *core) weighLocked(l *lane) {
 	if idle := l.held == 0 && l.bytes == 0; idle != l.idle {
 		l.idle = idle
@@ -386,7 +385,7 @@ func (c *core) weighLocked(l *lane) {
 	}
 }
 
-// change is one of state.
+// change is a change of state.
 type change struct {
 	state State
 	err   error
@@ -404,7 +403,8 @@ func (c *core) setStateLocked(s State, err error) {
 	}
 }
 
-// tellState calls onState for all changes, unless somebody does: then that one goes on with them.
+// tellState calls onState for all changes. If another goroutine is already doing that,
+// tellState leaves the changes to it.
 func (c *core) tellState() {
 	c.mu.Lock()
 	if c.telling {

@@ -7,8 +7,8 @@ import "os"
 
 const seekHole = 4
 
-// allocated is how much of a file the disk has given room to, from its beginning. A crash
-// may have left a file longer than that.
+// allocated returns the length of the part of a file, from its beginning, for which the
+// disk has space. After a crash a file may be longer than that.
 func allocated(f *os.File) (int64, error) {
 	end, err := f.Seek(0, 2)
 	if err != nil || end == 0 {

@@ -16,14 +16,14 @@ import (
 	"strings"
 )
 
-// What a file of bbolt looks like, as of its version 2. bbolt trusts what it reads: a
-// wrong byte makes it panic, in a goroutine of its own too, or read outside the file.
-// So a file is inspected before bbolt gets to see it.
+// The format of a file of bbolt, version 2. bbolt trusts what it reads: a wrong byte makes
+// it panic, even in a goroutine of its own, or read outside the file. So a file is
+// inspected before bbolt reads it.
 const (
 	boltMagic      = 0xED0CDAED
 	boltVersion    = 2
-	boltHeader     = 16 // of a page: id 8, flags 2, count 2, overflow 4
-	boltElement    = 16 // of a leaf: flags 4, pos 4, ksize 4, vsize 4; of a branch: pos 4, ksize 4, page 8
+	boltHeader     = 16 // size of a page's header: id 8, flags 2, count 2, overflow 4
+	boltElement    = 16 // size of an element; of a leaf: flags 4, pos 4, ksize 4, vsize 4; of a branch: pos 4, ksize 4, page 8
 	boltBranch     = 0x01
 	boltLeaf       = 0x02
 	boltNoFreelist = math.MaxUint64
@@ -31,13 +31,13 @@ const (
 	boltDepth      = 32
 )
 
-// Native, because bbolt maps structs.
+// order is the native byte order, because bbolt maps structs.
 var order = binary.NativeEndian
 
 type boltMeta struct {
 	pageSize int64
 	root     uint64 // page of the root bucket
-	pages    uint64 // pages in use: the file is at least that long
+	pages    uint64 // number of used pages: the file has at least as many
 	txid     uint64
 }
 
@@ -67,7 +67,7 @@ func parseMeta(b []byte) (boltMeta, error) {
 	return m, nil
 }
 
-// broken is damage to the file's structure: it must not be handed to bbolt.
+// broken is damage to the file's structure: bbolt must not read such a file.
 type broken struct {
 	page   int64
 	offset int64
@@ -79,20 +79,20 @@ func (b *broken) Error() string { return fmt.Sprintf("page %d: %s", b.page, b.re
 // A span is messages first to last.
 type span struct{ first, last uint64 }
 
-// laneImage is what was found of a lane.
+// laneImage is what was found of a lane in a file.
 type laneImage struct {
 	position
 
-	placed bool   // its position was found
-	chunk  uint64 // first message of its first chunk; tail if it has none
-	oldest int64  // when that was written
-	count  int    // messages that can be read
-	bytes  int64  // what all its chunks cost
-	lost   []span // what cannot be read
+	placed bool   // the lane's position was found
+	chunk  uint64 // first message of the lane's first chunk; tail if there is none
+	oldest int64  // when the first readable chunk was written
+	count  int    // number of readable messages
+	bytes  int64  // cost of all chunks of the lane
+	lost   []span // unreadable messages
 
-	next uint64  // message that the next chunk should begin with
-	bad  *Damage // a chunk whose header cannot be read, and so not its end
-	torn piece   // where that is
+	next uint64  // first message that the next chunk should have
+	bad  *Damage // a chunk with an unreadable header, whose end is therefore unknown
+	torn piece   // the part of the file with bad
 }
 
 // image is what was found in a file.
@@ -100,7 +100,7 @@ type image struct {
 	lanes    map[string]*laneImage
 	commit   uint64 // highest number of a write
 	damages  []Damage
-	copies   []piece // what is to be set aside, for each of damages
+	copies   []piece // for each of damages: the part to set aside
 	pageSize int64
 }
 
@@ -129,7 +129,7 @@ func (m *image) place(p position) {
 	m.commit = max(m.commit, p.commit)
 }
 
-// add takes the next chunk of a lane, which should begin with message seq.
+// add adds the next chunk of a lane, whose key says that it begins with message seq.
 func (m *image) add(name string, seq uint64, v []byte, d Damage, p piece) {
 	l := m.lane(name)
 	if l.chunk == l.tail && l.count == 0 && l.bytes == 0 {
@@ -174,7 +174,7 @@ func (m *image) add(name string, seq uint64, v []byte, d Damage, p piece) {
 	l.next = max(l.next, c.end())
 }
 
-// settle ends a chunk whose header cannot be read, before message next.
+// settle ends a chunk with an unreadable header before message next.
 func (m *image) settle(l *laneImage, next uint64) {
 	if d := l.bad; d != nil {
 		l.bad = nil
@@ -191,7 +191,7 @@ func (m *image) lose(l *laneImage, d Damage, p piece) {
 	m.damage(d, p)
 }
 
-// finish ends all lanes.
+// finish checks the end of each lane.
 func (m *image) finish() {
 	names := make([]string, 0, len(m.lanes))
 	for name := range m.lanes {
@@ -218,8 +218,8 @@ func (m *image) finish() {
 	}
 }
 
-// inspect reads a whole file and gives each chunk to visit, if that is not nil. The error
-// is a *broken, or one of reading; the image has damage that bbolt does not mind.
+// inspect reads a whole file and passes each chunk to visit, if that is not nil. The error
+// is a *broken, or an error of reading. The image has damage that is harmless for bbolt.
 func inspect(r io.ReaderAt, size int64, visit func(lane string, seq uint64, data []byte)) (*image, error) {
 	m, meta, err := newestMeta(r, size)
 	if err != nil {
@@ -262,7 +262,8 @@ func inspect(r io.ReaderAt, size int64, visit func(lane string, seq uint64, data
 		if !ok || seq == 0 {
 			return e.broken("key of a chunk is none")
 		}
-		// The key has no checksum: only a chunk that denies it shows that it is wrong.
+		// The key has no checksum: only a chunk that contradicts the key shows that the key
+		// is wrong.
 		if c, err := parseChunk(e.value); err == nil && (c.first != seq || c.name != string(name)) {
 			return e.broken("key of a chunk is wrong")
 		}
@@ -279,8 +280,9 @@ func inspect(r io.ReaderAt, size int64, visit func(lane string, seq uint64, data
 	return m, nil
 }
 
-// newestMeta wants both meta pages: a write of one is never torn, as it is shorter than a
-// sector, so one that is wrong was damaged later, and may have been the newest.
+// newestMeta requires both meta pages. A write of a meta page is never torn, as it is
+// shorter than a sector. So a wrong meta page was damaged later, and may have been the
+// newest.
 func newestMeta(r io.ReaderAt, size int64) (*image, boltMeta, error) {
 	buf := make([]byte, boltHeader+boltMetaSize)
 	read := func(off int64) (boltMeta, error) {
@@ -310,7 +312,7 @@ func newestMeta(r io.ReaderAt, size int64) (*image, boltMeta, error) {
 	return newImage(), m, nil
 }
 
-// A walker visits the pages of a file. Each may be met once.
+// A walker visits the pages of a file. Each page may occur once.
 type walker struct {
 	r      io.ReaderAt
 	meta   boltMeta
@@ -319,11 +321,11 @@ type walker struct {
 	bufs   [boltDepth][]byte
 }
 
-// An entry is what a leaf has under a key.
+// An entry is a key and value of a leaf.
 type entry struct {
-	key, value []byte // good until the next one
+	key, value []byte // valid until the next entry
 	flags      uint32
-	page, off  int64 // off is where value begins
+	page, off  int64 // off is the offset of value in the file
 }
 
 func (e *entry) broken(reason string) error { return &broken{e.page, e.off, reason} }
@@ -335,7 +337,7 @@ func (w *walker) tree(root uint64, visit func(entry) error) error {
 	return w.page(root, nil, nil, 0, visit)
 }
 
-// bucket visits the entries of a bucket, which may lie in its parent's page.
+// bucket visits the entries of a bucket, which may be inside its parent's page.
 func (w *walker) bucket(name string, v []byte, visit func(entry) error) error {
 	if root := order.Uint64(v); root != 0 {
 		return w.tree(root, visit)
@@ -454,22 +456,22 @@ func grown(b *[]byte, n int) []byte {
 	return (*b)[:n]
 }
 
-// found is a chunk that lies somewhere in a file.
+// found is a chunk that was found somewhere in a file.
 type found struct {
 	off   int64
 	name  string
 	first uint64
 	end   uint64
-	size  int // bytes of it that are there
-	bad   int // messages that cannot be read
+	size  int // bytes of the chunk that are in the file
+	bad   int // number of unreadable messages
 	write uint64
 }
 
 const scanBlock = 1 << 20
 
-// salvage finds chunks and positions wherever they lie, whatever has become of the pages
-// around them, and takes the newest of each. It returns the chunks that hold something,
-// in order.
+// salvage finds chunks and positions anywhere in the file, even if the pages around them
+// are damaged, and takes the newest of each. It returns the chunks that hold something, in
+// order.
 func salvage(r io.ReaderAt, size int64) ([]position, []found, error) {
 	places := map[string]position{}
 	lanes := map[string][]found{}
@@ -562,9 +564,9 @@ func findChunk(r io.ReaderAt, off, size int64) (found, error) {
 	return f, nil
 }
 
-// newest leaves out what is drained, and of chunks that have messages in common all but
-// the one that was written last: a page is copied when it changes, and its old copy stays
-// where it was until the place is needed.
+// newest returns the newest chunks that are not drained. Of chunks with common messages it
+// keeps only the one that was written last: bbolt copies a page when it changes, and the
+// old copy stays until its place is needed.
 func newest(fs []found, head uint64) []found {
 	slices.SortFunc(fs, func(a, b found) int {
 		switch {

@@ -14,34 +14,33 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/ringbuf"
 )
 
-// readLimit is how much of a lane is read at a time.
+// readLimit is about how many bytes of a lane are read at a time.
 const readLimit = 64 << 10
 
-// A Lease is the right to the oldest messages of a lane. They stay in the lane, and in
-// its budget, until Commit. There is one open lease per lane.
+// A Lease is the right to the oldest messages of a lane. They stay in the lane, and in its
+// budget, until Commit. A lane has one open lease at a time.
 //
-// A Lease is a small value. Copies are the same lease: the first Commit or Release ends
-// it for all of them. The zero Lease is over.
+// A Lease is a small value. Copies are the same lease: the first Commit or Release ends it
+// for all copies. The zero Lease is over.
 type Lease[T any] struct {
 	lane *lane
 	id   uint64
 	n    int
 }
 
-// Len returns how many messages were leased.
+// Len returns the number of leased messages.
 func (s Lease[T]) Len() int { return s.n }
 
-// Lease copies the oldest messages into dst, at most len(dst) and at least one, and
-// returns the lease on them. Only messages whose Put was confirmed are leased. It waits
-// while the lane is empty or another lease is open. The error is that of ctx, also if it
-// is done on entry, [ringbuf.ErrClosed], [ringbuf.ErrDropped], or an [ErrFailed] if the
-// disk could not be read.
+// Lease copies the oldest messages into dst, at least one and at most len(dst), and returns
+// the lease on them. Only messages of confirmed Puts are leased. It waits while the lane is
+// empty or another lease is open. The error is that of ctx, even if ctx is done on entry,
+// [ringbuf.ErrClosed], [ringbuf.ErrDropped], or an [ErrFailed] if the disk could not be
+// read.
 //
-// Messages that are found to be damaged are passed over, reported by [WithDamage] and
-// counted in [Stats], and what there is of them is set aside. A lease ends before a
-// message that the codec cannot read. If that is the oldest one, the error is a
-// [*DecodeError] and the lease is open on this single message: Commit(1) gives it up,
-// Release keeps it.
+// Damaged messages are skipped, reported by [WithDamage] and counted in [Stats], and their
+// remains are set aside. A lease ends before a message that the codec cannot decode. If
+// that is the oldest message, the error is a [*DecodeError] and the lease is open on this
+// single message: Commit(1) gives it up, Release keeps it.
 func (l *Lane[T]) Lease(ctx context.Context, dst []T) (Lease[T], error) {
 	for {
 		if err := ctx.Err(); err != nil {
@@ -61,9 +60,9 @@ func (l *Lane[T]) Lease(ctx context.Context, dst []T) (Lease[T], error) {
 	}
 }
 
-// TryLease is [Lane.Lease] without waiting for messages: it returns [ringbuf.ErrLeased]
+// TryLease is [Lane.Lease] without waiting for messages. It returns [ringbuf.ErrLeased]
 // while another lease is open, and otherwise [ringbuf.ErrEmpty] if the lane is empty. It
-// does read the disk.
+// may wait for a read of the disk.
 func (l *Lane[T]) TryLease(dst []T) (Lease[T], error) {
 	s, changed, err := l.lease(dst)
 	if changed != nil {
@@ -74,7 +73,7 @@ func (l *Lane[T]) TryLease(dst []T) (Lease[T], error) {
 	return s, err
 }
 
-// lease leases, or returns what to wait for and counts the caller as waiting.
+// lease leases, or returns a channel to wait for and counts the caller as waiting.
 func (l *Lane[T]) lease(dst []T) (s Lease[T], changed <-chan struct{}, err error) {
 	if len(dst) == 0 {
 		return s, nil, errNoDst
@@ -85,7 +84,7 @@ func (l *Lane[T]) lease(dst []T) (s Lease[T], changed <-chan struct{}, err error
 			if changed != nil || err != nil {
 				return s, changed, err
 			}
-			continue // all that was read is damaged
+			continue // all messages that were read are damaged
 		}
 		s = Lease[T]{lane: l.l, id: id, n: len(recs)}
 		err = l.decode(&s, recs, dst)
@@ -123,14 +122,14 @@ func decodeError(lane string, rec record, err error) error {
 	return &DecodeError{Lane: lane, Seq: rec.seq, Data: bytes.Clone(rec.data), Err: err}
 }
 
-// Commit ends the lease, gives its first n messages up and leaves the others at the front
-// of the lane, in the same order. The position is synced within Config.CheckpointCount
-// and CheckpointDelay; after a crash before that, the messages are leased again.
-// [Spill.Flush] waits for it. Room is free again when it is synced.
+// Commit ends the lease, gives up its first n messages and leaves the others at the front
+// of the lane, in the same order. The position is synced within Config.CheckpointCount and
+// CheckpointDelay. After a crash before the sync, the messages are leased again.
+// [Spill.Flush] waits for the sync. Only then is the room free again.
 //
-// A lease that is over gives [ringbuf.ErrLeaseOver], or [ringbuf.ErrClosed] after Close,
-// and an n that is not in 0 to Len another error; all change nothing, and the last leaves
-// the lease open. In the state [Failed] it works, and is not synced.
+// A lease that is over returns [ringbuf.ErrLeaseOver], or [ringbuf.ErrClosed] after Close.
+// An n outside 0 to Len returns another error, and the lease stays open. These errors
+// change nothing. In the state [Failed] Commit works, but is not synced.
 func (s Lease[T]) Commit(n int) error {
 	if s.lane == nil {
 		return ringbuf.ErrLeaseOver
@@ -142,7 +141,7 @@ func (s Lease[T]) Commit(n int) error {
 }
 
 // Release ends the lease and leaves all its messages at the front of the lane, in the same
-// order. It does nothing to a lease that is over, so it may be deferred.
+// order. It does nothing if the lease is over, so it may be deferred.
 func (s Lease[T]) Release() { _ = s.Commit(0) }
 
 func (l *lane) commit(id uint64, n int) error {
@@ -161,7 +160,7 @@ func (l *lane) commit(id uint64, n int) error {
 	return nil
 }
 
-// giveUpLocked moves the lane's head behind the first n messages that are leased.
+// giveUpLocked moves the lane's head past the first n leased messages.
 func (l *lane) giveUpLocked(n int) {
 	if n == 0 {
 		return
@@ -172,7 +171,7 @@ func (l *lane) giveUpLocked(n int) {
 	}
 }
 
-// advanceLocked moves a lane's head behind n messages that were committed.
+// advanceLocked moves a lane's head past n committed messages.
 func (c *core) advanceLocked(l *lane, head uint64, n int) {
 	l.head = head
 	l.count -= n
@@ -190,14 +189,14 @@ func (c *core) advanceLocked(l *lane, head uint64, n int) {
 	}
 }
 
-// record is a message as it is on the disk.
+// record is an encoded message.
 type record struct {
 	seq  uint64
 	data []byte
 }
 
-// take leases up to n messages. Without an error and without a channel to wait for, no
-// message means: ask again.
+// take leases up to n messages. If it returns no message, no error and no channel, the
+// caller calls it again.
 func (l *lane) take(n int) (recs []record, id uint64, changed <-chan struct{}, err error) {
 	c := l.c
 	c.mu.Lock()
@@ -237,8 +236,8 @@ func (l *lane) take(n int) (recs []record, id uint64, changed <-chan struct{}, e
 	return recs, id, nil, err
 }
 
-// read reads up to n messages from head on, and none behind limit bytes, for whoever has set
-// leased, and notes their ends behind those that are there.
+// read reads up to n messages from head on, and stops after limit bytes. The caller has set
+// leased. read appends the messages' ends to l.ends.
 func (l *lane) read(head, tail uint64, n int, limit int64) (recs []record, err error) {
 	c := l.c
 	recs, pos, lost, err := l.reader.take(c.store, l.name, head, tail, n, limit)
@@ -258,7 +257,7 @@ func (l *lane) read(head, tail uint64, n int, limit int64) (recs []record, err e
 	case err != nil && l.err == nil:
 		c.setStateLocked(Failed, &FailedError{Op: "read", Err: err})
 		err = &FailedError{Op: "read", Err: err}
-		c.signal() // what was put and is not written yet is refused
+		c.signal() // messages that were put but not written are refused
 	case l.err != nil:
 		recs, err = nil, l.err
 	default:
@@ -268,7 +267,7 @@ func (l *lane) read(head, tail uint64, n int, limit int64) (recs []record, err e
 		switch {
 		case len(l.ends) == 0:
 			c.advanceLocked(l, pos, 0)
-		case len(recs) < n: // what is damaged goes with the one in front of it
+		case len(recs) < n: // damaged messages are given up together with the message before them
 			l.ends[len(l.ends)-1] = max(l.ends[len(l.ends)-1], pos)
 		}
 	}
@@ -284,7 +283,7 @@ func (l *lane) read(head, tail uint64, n int, limit int64) (recs []record, err e
 	return recs, err
 }
 
-// loss is damage that was found while reading, and what there is of it.
+// loss is damage that was found while reading, and the bytes that remain of it.
 type loss struct {
 	Damage
 
@@ -301,10 +300,10 @@ func (c *core) setAside(d *loss) {
 		return
 	}
 	d.File = name
-	_ = logDamage(c.cfg.Dir, []Damage{d.Damage}) // WithDamage says it as well
+	_ = logDamage(c.cfg.Dir, []Damage{d.Damage}) // WithDamage reports the damage as well
 }
 
-// trim lets go of chunks before message head.
+// trim drops chunks before message head.
 func (r *reader) trim(head uint64) {
 	for len(r.chunks) > 0 {
 		k := r.chunks[0]
@@ -315,16 +314,15 @@ func (r *reader) trim(head uint64) {
 	}
 }
 
-// take reads up to n messages from head on, passes over what is damaged, and returns
-// where it is then. What of the damage was not known is in lost. Once it has limit bytes it
-// reads no further message.
+// take reads up to n messages from head on, skips damaged ones, and returns its position
+// after that. lost has the damage that was not known before. It stops after limit bytes.
 func (r *reader) take(s store, lane string, head, tail uint64, n int, limit int64) (recs []record, pos uint64, lost []loss, err error) {
 	p := pass{r: r, store: s, lane: lane, pos: head, tail: tail, n: n, limit: limit, more: true}
 	for i := 0; !p.full() && p.pos < tail; {
 		last := i+1 >= len(r.chunks)
 		if i == len(r.chunks) || r.chunks[i].err != nil && last {
 			if p.more && len(p.recs) > 0 && i < len(r.chunks) {
-				break // what is behind tells where the damage ends, and can wait
+				break // the next chunk shows where the damage ends; that can wait
 			}
 			if p.more {
 				if err := p.fill(); err != nil {
@@ -344,23 +342,23 @@ func (r *reader) take(s store, lane string, head, tail uint64, n int, limit int6
 	return p.recs, p.pos, p.lost, nil
 }
 
-// pass is one reading of a lane.
+// pass is one run of reader.take.
 type pass struct {
 	r     *reader
 	store store
 	lane  string
 	tail  uint64
-	more  bool // there may be chunks behind those of r
+	more  bool // there may be more chunks after those of r
 
-	n     int   // messages to read at most
-	limit int64 // bytes that are still to be read
+	n     int   // maximum number of messages
+	limit int64 // bytes left to read
 
-	pos  uint64 // the next message
+	pos  uint64 // sequence number of the next message
 	recs []record
 	lost []loss
 }
 
-// fill reads chunks behind those that the reader has.
+// fill reads chunks after those that the reader has.
 func (p *pass) fill() error {
 	got, err := p.store.read(nil, p.lane, p.r.seq, readLimit)
 	if err != nil {
@@ -369,7 +367,7 @@ func (p *pass) fill() error {
 	p.more = false
 	for _, g := range got {
 		if g.seq >= p.tail {
-			break // of a write that failed
+			break // the chunk is from a failed write
 		}
 		p.more = true
 		k := readChunk{seq: g.seq}
@@ -388,7 +386,7 @@ func (p *pass) fill() error {
 	return nil
 }
 
-// lose passes over the messages up to last.
+// lose skips the messages up to last, and records them as lost.
 func (p *pass) lose(last uint64, data []byte, reason string) {
 	first := p.pos
 	p.pos = last + 1
@@ -403,7 +401,8 @@ func (p *pass) lose(last uint64, data []byte, reason string) {
 
 func (p *pass) full() bool { return len(p.recs) == p.n || p.limit <= 0 }
 
-// read reads on in chunk i, until there is enough, and says whether it is at its end.
+// read reads messages of chunk i until the pass is full, and reports whether the chunk has
+// ended.
 func (p *pass) read(i int) bool {
 	k := &p.r.chunks[i]
 	if k.seq > p.pos {

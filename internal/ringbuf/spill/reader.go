@@ -9,9 +9,9 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/ringbuf"
 )
 
-// A Reader is a [Lease] that grows: it reads a lane on while what it has read before is
-// still being handled, and gives up the oldest messages as they are done. While it is open
-// the lane has no other lease. One goroutine at a time may use it.
+// A Reader is a [Lease] that grows: it reads more of a lane while earlier messages are
+// still handled, and gives up the oldest messages when they are done. While it is open the
+// lane has no other lease. One goroutine at a time may use it.
 type Reader[T any] struct {
 	lane *Lane[T]
 	id   uint64
@@ -34,11 +34,10 @@ func (l *Lane[T]) Reader() (*Reader[T], error) {
 	return &Reader[T]{l, l.l.lease}, nil
 }
 
-// Read copies the messages behind those that it has read into dst, and does not wait: 0
-// without an error means that no other is confirmed yet. Once it has limit bytes, as they are
-// on the disk, it reads no further message. Damage is passed over as by
-// [Lane.Lease], which has the errors. A [*DecodeError] is about the next message, which
-// counts as read.
+// Read copies the next messages into dst, and does not wait: 0 without an error means that
+// no more messages are confirmed yet. It stops after limit bytes, as counted on the disk.
+// Damage is skipped as by [Lane.Lease], which lists the errors. A [*DecodeError] is about
+// the next message, which counts as read.
 func (r *Reader[T]) Read(dst []T, limit int64) (n int, err error) {
 	l := r.lane.l
 	l.c.mu.Lock()
@@ -72,7 +71,7 @@ func (r *Reader[T]) Read(dst []T, limit int64) (n int, err error) {
 	return len(recs), err
 }
 
-// unread takes the last n messages back, to be read again.
+// unread makes the last n messages unread again.
 func (r *Reader[T]) unread(n int) {
 	l := r.lane.l
 	l.c.mu.Lock()
@@ -80,7 +79,7 @@ func (r *Reader[T]) unread(n int) {
 	l.c.mu.Unlock()
 }
 
-// Commit gives up the oldest n of the messages that were read; see [Lease.Commit].
+// Commit gives up the oldest n of the read messages; see [Lease.Commit].
 func (r *Reader[T]) Commit(n int) error {
 	l := r.lane.l
 	l.c.mu.Lock()
@@ -96,8 +95,8 @@ func (r *Reader[T]) Commit(n int) error {
 	return nil
 }
 
-// Close ends the reader and leaves what is not committed at the front of the lane. It may
-// be called again.
+// Close ends the reader and leaves uncommitted messages at the front of the lane. It may be
+// called again.
 func (r *Reader[T]) Close() {
 	l := r.lane.l
 	l.c.mu.Lock()

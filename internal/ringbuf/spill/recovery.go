@@ -19,34 +19,34 @@ import (
 
 // Names in the directory.
 const (
-	fileName   = "spill.db"     // what is held
-	freshName  = "spill.db.new" // what will take its place; one that is found was not finished
-	damagedDir = "damaged"      // what was set aside
+	fileName   = "spill.db"     // the current file
+	freshName  = "spill.db.new" // a file that will replace the current one; Open removes an unfinished one
+	damagedDir = "damaged"      // folder of set-aside copies
 	damagedLog = "damaged.jsonl"
 )
 
-// Recovery is what [Open] found.
+// Recovery is what [Open] found in the file.
 type Recovery struct {
 	Lanes    int    // lanes that hold messages
 	Messages int    // messages that can be read
-	Bytes    int64  // what they count for
-	Lost     uint64 // messages that cannot be read, as far as known: those of Damaged
+	Bytes    int64  // bytes of Messages that count for Config.MaxBytes
+	Lost     uint64 // unreadable messages, as far as known: those in Damaged
 
-	// Damaged names all that is wrong, in the order of lanes. Copies of it, and a log that
-	// says the same, are in the directory's folder "damaged".
+	// Damaged lists all damage, in the order of lanes. The directory's folder "damaged" has
+	// copies of the damaged parts, and a log with the same list.
 	Damaged []Damage
 
-	// Rebuilt is the copy of a file whose structure was damaged: the spill goes on with a
-	// new one of the messages that could be found. Else it is "".
+	// Rebuilt is the copy of a file whose structure was damaged. The spill then uses a new
+	// file, made of the messages that could be found. Otherwise it is "".
 	Rebuilt string
 
-	// SetAside is why a copy could not be set aside, or nil. What it is about is still in
-	// the file until the lane has been drained past it.
+	// SetAside is why a copy could not be made, or nil. The damaged part is still in the
+	// file until the lane has been drained past it.
 	SetAside error
 }
 
-// recoverDir makes a directory ready, inspects its file and opens the store. readOnly says
-// that nothing can be written there, and why.
+// recoverDir prepares a directory, inspects its file and opens the store. readOnly is the
+// error if nothing can be written there, or nil.
 func recoverDir(cfg Config) (s *bolt, img *image, rec Recovery, readOnly, err error) {
 	path := filepath.Join(cfg.Dir, fileName)
 	fresh := filepath.Join(cfg.Dir, freshName)
@@ -115,7 +115,7 @@ func recoverDir(cfg Config) (s *bolt, img *image, rec Recovery, readOnly, err er
 		rec.SetAside = errors.Join(rec.SetAside, logDamage(cfg.Dir, rec.Damaged))
 	}
 	if readOnly == nil && len(img.damages) == 0 && rec.Messages == 0 && info.Size() > growMin {
-		// The file of an empty spill starts over, for bbolt never makes one shorter.
+		// The file of an empty spill is made new, since bbolt never makes a file shorter.
 		if err := build(cfg.Dir, positionsOf(img), noChunks); err == nil {
 			for _, l := range img.lanes {
 				l.bytes, l.chunk, l.head = 0, l.tail, l.tail
@@ -123,7 +123,8 @@ func recoverDir(cfg Config) (s *bolt, img *image, rec Recovery, readOnly, err er
 		}
 	}
 	if readOnly == nil {
-		// Whoever made the file may have ended before its name was on the disk.
+		// An earlier process may have made the file and ended before its name was on the
+		// disk.
 		if err := diskfile.SyncDir(cfg.Dir); err != nil {
 			return nil, nil, rec, nil, err
 		}
@@ -132,8 +133,8 @@ func recoverDir(cfg Config) (s *bolt, img *image, rec Recovery, readOnly, err er
 	return s, img, rec, readOnly, err
 }
 
-// fileLimit is how long the file may become. The largest message and its neighbours are
-// copied into pages in a row.
+// fileLimit is the maximum length of the file. The largest message and its neighbours are
+// copied into consecutive pages.
 func fileLimit(maxBytes int64) int64 { return 2*maxBytes + growMax + 6*min(maxBytes, MaxMessage) }
 
 func cannotWrite(err error) bool {
@@ -164,8 +165,8 @@ func (r *Recovery) add(m *image) {
 	r.Damaged = append(r.Damaged, m.damages...)
 }
 
-// build makes a new file and puts it in the place of the old one, if there is one. A
-// crash leaves one of the two. bbolt syncs no directory.
+// build makes a new file and replaces the old one, if there is one. A crash leaves one of
+// the two. bbolt does not sync directories.
 func build(dir string, positions []position, next func() (*newChunk, error)) error {
 	fresh := filepath.Join(dir, freshName)
 	if err := guarded(func() error { return buildBolt(fresh, positions, next) }); err != nil {
@@ -184,8 +185,8 @@ func ignoreMissing(err error) error {
 	return err
 }
 
-// rebuild makes a new file of what can be found in one whose structure is damaged, which
-// it keeps under the name that it returns.
+// rebuild makes a new file of the messages that it finds in a file with a damaged
+// structure. It keeps the old file under the returned name.
 func rebuild(dir string, r io.ReaderAt, size int64) (kept string, err error) {
 	positions, chunks, err := salvage(r, size)
 	if err != nil {
@@ -221,13 +222,14 @@ func rebuild(dir string, r io.ReaderAt, size int64) (kept string, err error) {
 		return &newChunk{name: c.name, seq: c.first, data: data}, nil
 	})
 	if err != nil {
-		// The next try keeps it under the next name: this one would be a copy without need.
+		// The next try keeps the file under the next name, so this copy is not needed.
 		return "", errors.Join(err, os.Remove(filepath.Join(dir, kept)))
 	}
 	return kept, nil
 }
 
-// setAside copies what is damaged to files of its own, once, and names them in the image.
+// setAside copies damaged parts to files of their own, once, and stores the names in the
+// image.
 func setAside(dir string, r io.ReaderAt, m *image) (err error) {
 	for i := range m.damages {
 		d, p := &m.damages[i], m.copies[i]
@@ -252,7 +254,7 @@ func copyOut(path string, r io.ReaderAt, p piece) error {
 	return keep(path, data)
 }
 
-// keep writes a file in the folder of what was set aside, once.
+// keep writes a file in the folder of set-aside copies, once.
 func keep(path string, data []byte) error {
 	if err := diskfile.MakeDir(filepath.Dir(path)); err != nil {
 		return err
@@ -272,7 +274,7 @@ func keep(path string, data []byte) error {
 	return diskfile.SyncDir(filepath.Dir(path))
 }
 
-// plain makes a file name of a lane's.
+// plain turns a lane's name into a file name.
 func plain(lane string) string {
 	s := strings.Map(func(r rune) rune {
 		if r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || r == '.' || r == '_' {
@@ -283,7 +285,7 @@ func plain(lane string) string {
 	return strings.TrimLeft(s[:min(len(s), 64)], ".")
 }
 
-// logDamage appends to the log of what was set aside.
+// logDamage appends to the log of damage.
 func logDamage(dir string, ds []Damage) error {
 	if err := diskfile.MakeDir(filepath.Join(dir, damagedDir)); err != nil {
 		return err

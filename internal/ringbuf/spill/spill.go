@@ -16,40 +16,40 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/ringbuf"
 )
 
-// A Spill is a set of lanes on disk with one budget. All its methods may be called by many
-// goroutines at once.
+// A Spill is a set of lanes on disk with one budget. All methods are safe for concurrent
+// use.
 type Spill[T any] struct {
 	c     *core
 	codec ringbuf.Codec[T]
 }
 
-// An Option hands a collaborator to [Open].
+// An Option gives [Open] a callback.
 type Option interface{ apply(*core) }
 
 type option func(*core)
 
 func (o option) apply(c *core) { o(c) }
 
-// WithState has f called after each change of state, with the state's error: one call at a
-// time, in the order of the changes. It is called by a goroutine that writes, which may be
-// that of a Put or a Flush, or by one whose reading fails; it must not block, nor call any
-// method of the Spill but Stats.
+// WithState calls f after each change of state, with the state's error: one call at a time,
+// in the order of the changes. The caller is a goroutine that writes, which may be the
+// goroutine of a Put or a Flush, or one whose read failed. f must not block, and must not
+// call any method of the Spill except Stats.
 func WithState(f func(State, error)) Option { return option(func(c *core) { c.onState = f }) }
 
-// WithDamage has f called for damage that a Lease finds, in its goroutine. What Open finds
-// is in its [Recovery].
+// WithDamage calls f for damage that a Lease finds, in the Lease's goroutine. Damage that
+// Open finds is in its [Recovery].
 func WithDamage(f func(Damage)) Option { return option(func(c *core) { c.onDamage = f }) }
 
-// Open opens the spill in cfg.Dir, and makes it if there is none. It reads all that is
-// held, and says what it found; that takes a second for each GB or so, more from a slow
-// disk. It makes a new file if the structure of the old one is damaged, which it keeps.
+// Open opens the spill in cfg.Dir, or creates it. It reads all held messages and reports
+// the result in Recovery. That takes about a second per GB, more on a slow disk. If the
+// structure of the file is damaged, Open makes a new file and keeps the old one.
 //
-// If the directory cannot be written to but what is there can be read, the spill is in
-// the state [Failed] from the beginning: messages can be leased, and none put. Otherwise
-// it fails, as with [ErrLocked], and has changed nothing that is held.
+// If the directory can be read but not written, the spill starts in the state [Failed]:
+// messages can be leased, but not put. Otherwise Open fails, for example with [ErrLocked],
+// and changes no held message.
 //
-// The codec must not be nil. A value that it decodes may point into what it is given, for
-// as long as it likes.
+// The codec must not be nil. A decoded value may point into the bytes that the codec was
+// given, without a time limit.
 func Open[T any](cfg Config, codec ringbuf.Codec[T], opts ...Option) (*Spill[T], Recovery, error) {
 	c, rec, err := openCore(cfg, opts)
 	if err != nil {
@@ -83,7 +83,7 @@ func openCore(cfg Config, opts []Option) (_ *core, rec Recovery, err error) {
 	if readOnly != nil {
 		c.state, c.err = Failed, &FailedError{Op: "open", Err: readOnly}
 	}
-	go c.run() // ends with Close
+	go c.run() // the goroutine ends with Close
 	return c, rec, nil
 }
 
@@ -104,9 +104,9 @@ func newCore(cfg Config, s store, opts []Option) *core {
 	return c
 }
 
-// load takes over what was found on the disk.
+// load fills the lanes from the image of the file.
 func (c *core) load(m *image) {
-	// Numbers of writes that were tried and failed before must not come again.
+	// Numbers of failed writes must not come again.
 	c.commit = (m.commit>>20 + 1) << 20
 	for name, i := range m.lanes {
 		l := &lane{
@@ -121,13 +121,12 @@ func (c *core) load(m *image) {
 	}
 }
 
-// Lane returns the lane with the given name, 1 to 255 bytes, and makes it if need be; a
-// name that is too long is a bug of the caller and panics. The name is what finds the
-// lane after a restart: that of a source, or of a source and a key.
+// Lane returns the lane with the given name, 1 to 255 bytes, and creates it if needed. A
+// longer or empty name is a bug of the caller and panics. The name identifies the lane
+// after a restart: it is the name of a source, or of a source and a key.
 //
-// Of lanes that hold nothing only some thousand are kept. A caller that keeps a lane
-// must be ready for [ringbuf.ErrDropped] and ask Lane again. After Close the lane it
-// returns is closed as well.
+// Only about a thousand empty lanes are kept. A caller that keeps a lane must be ready for
+// [ringbuf.ErrDropped], and call Lane again. After Close, Lane returns a closed lane.
 func (s *Spill[T]) Lane(name string) *Lane[T] {
 	if name == "" || len(name) > MaxName {
 		panic(fmt.Sprintf("spill: lane: the name has %d bytes, want 1 to %d", len(name), MaxName))
@@ -157,24 +156,24 @@ func (s *Spill[T]) Lanes() iter.Seq[*Lane[T]] {
 	}
 }
 
-// Stats is what a [Spill] holds, at one instant, and what it did since Open.
+// Stats is the content of a [Spill] at one instant, and its counters since Open.
 type Stats struct {
 	State    State
-	Err      error  // why State is NoSpace or Failed
-	Count    int    // messages held: confirmed and not committed
-	Pending  int    // messages of Puts that are not confirmed yet
-	Drained  int    // committed messages that are leased again after a crash now
-	Bytes    int64  // what counts for Config.MaxBytes
-	FileSize int64  // bytes of the file; it is made shorter only by an Open that finds it empty
+	Err      error  // the reason if State is NoSpace or Failed
+	Count    int    // held messages: confirmed and not committed
+	Pending  int    // messages of unconfirmed Puts
+	Drained  int    // committed messages that a crash now would bring back
+	Bytes    int64  // bytes that count for Config.MaxBytes
+	FileSize int64  // bytes of the file; only an Open that finds it empty makes it shorter
 	Lanes    int    // lanes that hold messages
 	Waiting  int    // Puts that wait for room now
-	Blocked  uint64 // Puts that had to wait, ever
-	Refused  uint64 // calls that ended with ringbuf.ErrFull or ringbuf.ErrTooLarge, ever
-	Damaged  uint64 // messages that a Lease found damaged, ever
+	Blocked  uint64 // Puts that had to wait for room
+	Refused  uint64 // calls that ended with ringbuf.ErrFull or ringbuf.ErrTooLarge
+	Damaged  uint64 // messages that a Lease found damaged
 	Writes   uint64 // transactions, each of which syncs twice
 }
 
-// Stats goes through all lanes under the Spill's lock.
+// Stats returns the statistics. It walks all lanes under the Spill's lock.
 func (s *Spill[T]) Stats() Stats {
 	c := s.c
 	c.mu.Lock()
@@ -197,9 +196,9 @@ func (s *Spill[T]) Stats() Stats {
 	return st
 }
 
-// Flush waits until everything that was put and committed before it is synced. The error
-// is that of ctx, an [ErrFailed], an [ErrNoSpace] from a disk that has no room even for
-// what was drained, or [ringbuf.ErrClosed].
+// Flush waits until all earlier puts and commits are synced. The error is that of ctx, an
+// [ErrFailed], an [ErrNoSpace] if the disk has no space even for drained positions, or
+// [ringbuf.ErrClosed].
 func (s *Spill[T]) Flush(ctx context.Context) error {
 	c := s.c
 	if err := ctx.Err(); err != nil {
@@ -231,11 +230,11 @@ func (s *Spill[T]) Flush(ctx context.Context) error {
 	}
 }
 
-// Close ends the spill. Messages whose Put waits for its sync, and committed positions,
-// are still synced; Puts that wait for room, Leases that wait, and all later calls return
-// [ringbuf.ErrClosed], and open leases are over. It waits for the disk, and for no
-// caller. The error is that of closing the file, or an [ErrFailed] or [ErrNoSpace] if what
-// was committed could not be synced. It may be called again.
+// Close ends the spill. Messages whose Put waits for its sync, and committed positions, are
+// still synced. Puts that wait for room, Leases that wait, and all later calls return
+// [ringbuf.ErrClosed]. Open leases are over. Close waits for the disk, but for no caller.
+// The error is that of closing the file, or an [ErrFailed] or [ErrNoSpace] if committed
+// positions could not be synced. Close may be called again.
 func (s *Spill[T]) Close() error { return s.c.close() }
 
 func (c *core) close() error {
@@ -268,18 +267,17 @@ func (c *core) close() error {
 	return err
 }
 
-// A Lane is one ordered queue of a [Spill]. Several goroutines may put and lease, but each
-// Put's messages are in order only among themselves, so for order there should be one
-// producer.
+// A Lane is one ordered queue of a [Spill]. Several goroutines may put and lease. Only the
+// messages of one Put keep their order, so for order there should be one producer.
 type Lane[T any] struct {
 	l     *lane
 	codec ringbuf.Codec[T]
 }
 
-// Name returns the name that [Spill.Lane] was asked for.
+// Name returns the lane's name.
 func (l *Lane[T]) Name() string { return l.l.name }
 
-// Len returns how many messages the lane holds: confirmed and not committed, leased ones
+// Len returns the number of held messages: confirmed and not committed, leased ones
 // included.
 func (l *Lane[T]) Len() int {
 	l.l.c.mu.Lock()
@@ -287,18 +285,18 @@ func (l *Lane[T]) Len() int {
 	return l.l.count
 }
 
-// LaneStats is what a [Lane] holds, at one instant.
+// LaneStats is the content of a [Lane] at one instant.
 type LaneStats struct {
 	Count   int       // as [Lane.Len]
-	Pending int       // messages of Puts that are not confirmed yet
-	Bytes   int64     // what of Config.MaxBytes it fills
-	Oldest  time.Time // about when the oldest message came, by the wall clock, or before; zero if Count is 0
+	Pending int       // messages of unconfirmed Puts
+	Bytes   int64     // bytes of Config.MaxBytes that the lane uses
+	Oldest  time.Time // wall time at which the oldest message came, or a little earlier; zero if Count is 0
 }
 
-// Empty says whether nothing is held, and nothing on its way.
+// Empty reports whether no message is held or pending.
 func (s LaneStats) Empty() bool { return s.Count == 0 && s.Pending == 0 }
 
-// Stats returns what the lane holds.
+// Stats returns the lane's statistics.
 func (l *Lane[T]) Stats() LaneStats {
 	c := l.l.c
 	c.mu.Lock()
@@ -315,26 +313,26 @@ func (l *Lane[T]) Stats() LaneStats {
 	return st
 }
 
-// Put places vs behind what the lane holds, in order, and returns when they are synced:
-// they then survive a crash of the process, of the machine and of its power. It waits
-// while the spill or the lane's share is full, and while the disk has no room. It returns
-// how many are synced; fewer than all only with an error: that of ctx, an [ErrFailed],
+// Put appends vs to the lane, in order, and returns when they are synced: they then survive
+// a crash of the process, of the machine and of its power. Put waits while the spill or the
+// lane's share is full, and while the disk has no space. It returns the number of synced
+// messages. If that is less than all, the error is that of ctx, an [ErrFailed],
 // [ringbuf.ErrTooLarge], [ringbuf.ErrClosed] or [ringbuf.ErrDropped]. Messages of other
 // callers may come between those of one Put.
 //
-// A ctx that is done on entry places nothing. If it ends while messages are being synced,
-// those may be held although they are not among those that Put returns, and likewise
-// after an ErrFailed: such a message may be handled twice, and is never lost.
+// If ctx is done on entry, Put places nothing. If ctx ends during a sync, or after an
+// ErrFailed, more messages may be held than Put returns. Such a message may be handled
+// twice, and is never lost.
 //
-// Waiting Puts are served oldest first. A Put whose context cannot end, and BatchDelay is 0,
-// syncs in its own goroutine if nobody else does just then, which is faster.
+// Waiting Puts are served oldest first. If the context cannot end and BatchDelay is 0, Put
+// syncs in its own goroutine unless another goroutine is the writer; that is faster.
 func (l *Lane[T]) Put(ctx context.Context, vs ...T) (n int, err error) {
 	return l.put(ctx, true, vs)
 }
 
-// TryPut is [Lane.Put] without waiting for room: it places as many of vs as fit and
-// returns [ringbuf.ErrFull] if the next one does not, of the kind [ErrNoSpace] if it is
-// the disk. It does wait for the sync.
+// TryPut is [Lane.Put] without waiting for room. It places as many of vs as fit and returns
+// [ringbuf.ErrFull] if the next one does not fit, or [ErrNoSpace] if the disk is full. It
+// waits for the sync.
 func (l *Lane[T]) TryPut(vs ...T) (n int, err error) {
 	return l.put(context.Background(), false, vs)
 }
@@ -360,14 +358,14 @@ func (l *Lane[T]) put(ctx context.Context, wait bool, vs []T) (n int, err error)
 	return n, nil
 }
 
-// Append places vs like [Lane.TryPut], but all or none, and does not wait for the sync:
-// done is called once they are synced, with nil, or have failed, with the error, by the
-// goroutine that writes. Nothing is confirmed before. done must not block, nor call Close.
-// Calls of done come in the order of the calls of Append.
+// Append places vs like [Lane.TryPut], but all or none, and does not wait for the sync. The
+// goroutine that writes calls done: with nil once vs are synced, or with an error. Nothing
+// is confirmed before. done must not block, and must not call Close. The calls of done come
+// in the order of the calls of Append.
 //
-// If Append itself fails, done is not called. [ringbuf.ErrFull] may also mean that the
-// disk does not keep up: two batches are on their way. After a batch that failed, what was
-// appended behind it has failed as well, so that a caller can append all again in order.
+// If Append itself fails, done is not called. [ringbuf.ErrFull] may also mean that the disk
+// is too slow: two batches are being written. If a batch fails, everything that was
+// appended after it fails as well, so the caller can append all of it again in order.
 func (l *Lane[T]) Append(done func(error), vs ...T) error {
 	e := encodings.Get().(*encoding) //nolint:forcetypeassert // New makes nothing else
 	defer e.free()
@@ -389,7 +387,7 @@ func (l *Lane[T]) Append(done func(error), vs ...T) error {
 	return err
 }
 
-// encoding is where messages are encoded before a lock is taken.
+// encoding is a buffer in which messages are encoded before a lock is taken.
 type encoding struct {
 	data []byte
 	lens []uint32
@@ -403,10 +401,11 @@ func (e *encoding) free() {
 	}
 }
 
-// encodeMax is how much is encoded at a time.
+// encodeMax is about how many bytes are encoded at a time.
 const encodeMax = 32 << 20
 
-// encode encodes the first messages of vs, up to one that can never fit, which is the error.
+// encode encodes the first messages of vs. It stops at a message that can never fit, with
+// an error.
 func encode[T any](e *encoding, l *Lane[T], vs []T) (n int, err error) {
 	e.data, e.lens = e.data[:0], e.lens[:0]
 	limit := min(l.l.c.cfg.MaxBytes, MaxMessage)
@@ -451,7 +450,7 @@ func (c *core) put(ctx context.Context, r request) (n int, err error) {
 	for len(r.lens) > 0 {
 		k, b, why, err := c.place(r, w)
 		if k > 0 {
-			if w != nil { // the next one may place while this one waits for its sync
+			if w != nil { // the next Put may place while this one waits for its sync
 				c.leave(w)
 				w = nil
 			}

@@ -3,42 +3,42 @@
 
 package spill
 
-// A store keeps the chunks of lanes on disk. One goroutine writes; any may read.
+// A store keeps the chunks of lanes on disk. One goroutine at a time writes; any may read.
 type store interface {
-	// write makes all of a transaction durable, or changes nothing that is seen later.
-	// One without chunks must never need room that the disk has to give.
+	// write makes a whole transaction durable, or changes nothing that is seen later. A
+	// transaction without chunks must never need new space on the disk.
 	//
-	// The error is errNoRoom if there was none for the chunks, and the store is as it
-	// was. After any other the store must not be written to again.
+	// The error is errNoRoom if there was no space for the chunks; the store is then
+	// unchanged. After any other error the store must not be written to again.
 	write(t *transaction) error
 
-	// read copies chunks of a lane, in order, from the first one that begins at message
-	// seq or later, until they have about limit bytes.
+	// read appends chunks of a lane to dst, in order, from the first one that begins at
+	// message seq or later, until they have about limit bytes.
 	read(dst []stored, lane string, seq uint64, limit int) ([]stored, error)
 
-	// lanes is how many positions a transaction without chunks may have now.
+	// lanes returns how many positions a transaction without chunks may have now.
 	lanes() int
 
-	// size is how long the file is.
+	// size returns the length of the file.
 	size() int64
 
-	// close gives the file back. It writes nothing.
+	// close closes the file. It writes nothing.
 	close() error
 }
 
-// stored is a chunk as it was read, with the message that its key says it begins with.
+// stored is a chunk that was read. seq is its first message according to its key.
 type stored struct {
 	seq  uint64
 	data []byte
 }
 
-// A transaction is what one sync makes durable.
+// A transaction is the content of one sync.
 type transaction struct {
 	chunks    []newChunk
-	positions []position // what holds after the chunks are added
-	forget    []string   // lanes that hold nothing and are no longer known
+	positions []position // positions of lanes after the chunks are added
+	forget    []string   // empty lanes whose positions are deleted
 
-	freed []int64 // set by write: what the chunks cost that are drained, for each of positions
+	freed []int64 // set by write, for each of positions: the cost of the deleted drained chunks
 }
 
 type newChunk struct {

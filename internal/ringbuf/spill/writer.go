@@ -11,8 +11,9 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/ringbuf"
 )
 
-// run is the writer: the only goroutine that a Spill has, and the only one that writes to
-// its store. It ends when Close has been called and all is synced that can be.
+// run is the writer's goroutine, the only one of a Spill. It ends when Close has been
+// called and all that can be synced is synced. Puts and Flushes may also write, see help:
+// core.busy lets one goroutine write at a time.
 func (c *core) run() {
 	defer close(c.stopped)
 	timer := time.NewTimer(time.Hour)
@@ -21,7 +22,7 @@ func (c *core) run() {
 		c.mu.Lock()
 		var j *job
 		wait := time.Hour
-		if !c.busy { // else it is told when there is more to do
+		if !c.busy { // otherwise help wakes this goroutine if there is more to do
 			j, wait = c.nextLocked(time.Now())
 			c.busy = j != nil
 		}
@@ -41,8 +42,8 @@ func (c *core) run() {
 	}
 }
 
-// help makes the caller the writer for one job, if nobody is: a caller that would only wait
-// saves two switches between goroutines.
+// help makes the caller the writer for one job, if there is no writer now. A caller that
+// would only wait saves two switches between goroutines.
 func (c *core) help() {
 	c.mu.Lock()
 	var j *job
@@ -62,22 +63,22 @@ func (c *core) help() {
 	}
 }
 
-// job is what the writer does next: sync a batch, or positions, or both.
+// job is the next work of the writer: sync a batch, or positions, or both.
 type job struct {
 	batch   *batch
-	lanes   []*lane // whose positions go with it
+	lanes   []*lane // lanes whose positions are written
 	heads   []uint64
-	counts  []int // messages committed since the last checkpoint, for each of lanes
+	counts  []int // for each of lanes: messages committed since the last checkpoint
 	flushes []*flush
 	forget  []*lane
-	refused []*batch // are written by nobody
+	refused []*batch // batches that fail without a write
 }
 
-// nextLocked returns what is to be done now, or after how long to ask again; below 0
+// nextLocked returns the next job, or the time after which to ask again; a time below 0
 // means never.
 func (c *core) nextLocked(now time.Time) (*job, time.Duration) {
 	wait := time.Hour
-	until := func(at time.Time) bool { // whether it is then, and else when
+	until := func(at time.Time) bool { // reports whether at has come, and otherwise limits wait
 		if d := at.Sub(now); d > 0 {
 			wait = min(wait, d)
 			return false
@@ -86,7 +87,7 @@ func (c *core) nextLocked(now time.Time) (*job, time.Duration) {
 	}
 	if c.state == Failed {
 		c.failFlushesLocked()
-		if c.open != nil { // put before a read failed
+		if c.open != nil { // messages that were put before a read failed
 			return &job{refused: c.takeBackLocked(nil)}, 0
 		}
 		if c.closing {
@@ -143,7 +144,8 @@ func (c *core) nextLocked(now time.Time) (*job, time.Duration) {
 	return j, 0
 }
 
-// headsLocked adds the lanes of the batch, and what is to be written of all lanes.
+// headsLocked adds the lanes of the batch to the job, and the heads and counts of all its
+// lanes.
 func (c *core) headsLocked(j *job) {
 	if j.batch != nil {
 		for _, p := range j.batch.parcels {
@@ -155,7 +157,7 @@ func (c *core) headsLocked(j *job) {
 	}
 	for _, l := range j.lanes {
 		j.heads = append(j.heads, l.head)
-		n := l.held - l.count // that, and what is on its way
+		n := l.held - l.count // committed messages, and messages being written
 		for _, b := range []*batch{c.writing, c.open} {
 			if b != nil && b.of[l] != nil {
 				n -= b.of[l].count
@@ -166,7 +168,7 @@ func (c *core) headsLocked(j *job) {
 	}
 }
 
-// hastyLocked says whether positions are to be synced now.
+// hastyLocked reports whether positions must be synced now.
 func (c *core) hastyLocked() bool {
 	return c.drained >= c.cfg.CheckpointCount || c.closing || c.hungry || len(c.flushes) > 0 || len(c.queue) > 0 || c.state == NoSpace
 }
@@ -179,8 +181,8 @@ func (c *core) failFlushesLocked() {
 	c.flushes = nil
 }
 
-// forgetLocked takes out some empty lanes on which nobody waits. A few with each write
-// are enough, for a write makes few empty.
+// forgetLocked removes some empty lanes on which nobody waits. A few with each write are
+// enough, since a write empties few lanes.
 func (c *core) forgetLocked(j *job) {
 	for _, l := range c.lanes {
 		if len(j.forget) == lanesAtOnce || c.idle <= idleLanes {
@@ -209,11 +211,11 @@ func (c *core) do(j *job) {
 	c.commit++
 	t := &transaction{}
 	arena := c.arena[:0]
-	if j.batch != nil && int64(cap(arena)) < j.batch.bytes { // which counts more than the chunks have
+	if j.batch != nil && int64(cap(arena)) < j.batch.bytes { // batch.bytes is an upper limit of the size of the chunks
 		arena = make([]byte, 0, j.batch.bytes)
 	}
 	if c.arena = arena; int64(cap(arena)) > 2*c.cfg.BatchBytes {
-		c.arena = nil // for a message that is larger than a batch
+		c.arena = nil // not kept: it was for a message larger than a batch
 	}
 	tails := make([]uint64, len(j.lanes))
 	for i, l := range j.lanes {
@@ -257,8 +259,8 @@ func (c *core) finish(j *job, t *transaction, tails []uint64, err error) {
 		c.writes++
 		c.doneLocked(j, t, tails)
 	case errors.Is(err, errNoRoom):
-		// All that is on its way goes back to its callers, in order: what came after this
-		// batch must not overtake it.
+		// All messages being written go back to their callers, in order: later messages
+		// must not overtake this batch.
 		failed = c.takeBackLocked(j.batch)
 		c.redoLocked(j)
 		c.retryAt, c.stuck = time.Now().Add(retryDelay), j.batch == nil
@@ -271,7 +273,7 @@ func (c *core) finish(j *job, t *transaction, tails []uint64, err error) {
 		err = c.err
 	}
 	if err != nil && c.state != Failed && j.batch != nil {
-		// Positions alone may find the room that the batch did not.
+		// Positions alone may find room where the batch did not.
 		c.flushes = append(j.flushes, c.flushes...)
 		j.flushes = nil
 	}
@@ -290,7 +292,7 @@ func (c *core) finish(j *job, t *transaction, tails []uint64, err error) {
 	end(failed, err)
 }
 
-// end tells the callers of batches what became of them.
+// end reports the result to the callers of batches.
 func end(bs []*batch, err error) {
 	for _, b := range bs {
 		b.err = err
@@ -301,7 +303,7 @@ func end(bs []*batch, err error) {
 	}
 }
 
-// doneLocked is after a write that is durable.
+// doneLocked updates the lanes after a durable write.
 func (c *core) doneLocked(j *job, t *transaction, tails []uint64) {
 	for i, l := range j.lanes {
 		l.synced = j.heads[i]
@@ -319,12 +321,12 @@ func (c *core) doneLocked(j *job, t *transaction, tails []uint64) {
 		}
 		c.weighLocked(l)
 		if t.freed[i] > 0 {
-			c.retryAt = time.Time{} // perhaps there is room now
+			c.retryAt = time.Time{} // there may be space now
 		}
 	}
 }
 
-// takeBackLocked undoes what place did for the batch that failed and the one behind it.
+// takeBackLocked undoes place for the failed batch and the open one.
 func (c *core) takeBackLocked(b *batch) []*batch {
 	var all []*batch
 	for _, b := range []*batch{b, c.open} {
@@ -344,7 +346,7 @@ func (c *core) takeBackLocked(b *batch) []*batch {
 	return all
 }
 
-// redoLocked makes the positions of a job wait for the next one.
+// redoLocked puts the positions of a failed job back, for the next one.
 func (c *core) redoLocked(j *job) {
 	for i, l := range j.lanes {
 		c.drained += j.counts[i]
@@ -354,7 +356,8 @@ func (c *core) redoLocked(j *job) {
 		}
 	}
 	for _, l := range j.forget {
-		// Its position stays on the disk. A lane of that name must go on from there.
+		// The lane's position stays on the disk. A lane of that name must continue from
+		// there.
 		if c.lanes[l.name] == nil {
 			l.err = nil
 			c.lanes[l.name] = l
