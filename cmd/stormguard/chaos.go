@@ -113,8 +113,8 @@ Linux sends a lost packet again after 200 ms at least. The report says when that
 decides the p99. Each consumer runs in a network namespace of its own, which needs Linux with ip,
 nft and nsenter, and root or unprivileged user namespaces.` + figuresLong
 
-// errJudged is a run in which an oracle found something, errMissed one in which nothing but
-// a gate was missed.
+// errJudged means that a check of the run found a bug. errMissed means that the run missed only
+// a gate.
 var (
 	errJudged = errors.New("an oracle found something; --history FILE keeps what happened")
 	errMissed = errors.New("a gate was missed, and nothing else")
@@ -259,10 +259,10 @@ func newChaosSeed() *cobra.Command {
 	return cmd
 }
 
-// faultWithin is how many effects there are between two faults, at most.
+// faultWithin is the highest number of effects between two faults.
 const faultWithin = 60
 
-// chaosRun is a command that runs a schedule, and judges what happened.
+// chaosRun is a command that runs a schedule, and judges its history.
 type chaosRun struct {
 	schedule func(seed uint64) chaos.Schedule
 	cfg      chaosrun.Config
@@ -314,7 +314,7 @@ func (r *chaosRun) run(cmd *cobra.Command, _ []string) error {
 	return r.judge(cmd.OutOrStdout(), h)
 }
 
-// judge prints what became of the messages, and keeps the history.
+// judge prints the report on the messages, and writes the history to its file.
 func (r *chaosRun) judge(out io.Writer, h chaos.History) (err error) {
 	report := chaos.Judge(h)
 	if r.asJSON {
@@ -337,7 +337,7 @@ func (r *chaosRun) judge(out io.Writer, h chaos.History) (err error) {
 	return errors.Join(errJudged, err)
 }
 
-// tryHistory tells before a long run whether its history can be written.
+// tryHistory checks, before a long run, that its history can be written.
 func (r *chaosRun) tryHistory() error {
 	if r.history == "" {
 		return nil

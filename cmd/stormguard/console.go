@@ -36,7 +36,7 @@ command makes and prints, so that other users of this host cannot use it.`,
 	return cmd
 }
 
-// serveConsole passes on what a browser asks until ctx of the command ends.
+// serveConsole passes a browser's requests on to the process, until the command's context ends.
 func (o *operate) serveConsole(cmd *cobra.Command, listen string) error {
 	host, _, err := net.SplitHostPort(listen)
 	if err != nil || !isLoopback(host) {
@@ -62,8 +62,8 @@ func (o *operate) serveConsole(cmd *cobra.Command, listen string) error {
 		Rewrite: func(r *httputil.ProxyRequest) {
 			r.SetURL(far)
 			r.Out.Header.Del("Authorization")
-			r.Out.Header.Del("Cookie") // of other programs on this host: a browser does not tell ports apart
-			r.Out.Header.Del("Origin") // it was judged here
+			r.Out.Header.Del("Cookie") // a browser also sends cookies of other ports on this host
+			r.Out.Header.Del("Origin") // door has checked the origin
 			r.Out.Header.Del("Sec-Fetch-Site")
 			if auth != "" {
 				r.Out.Header.Set("Authorization", auth)
@@ -77,7 +77,7 @@ func (o *operate) serveConsole(cmd *cobra.Command, listen string) error {
 		},
 		ModifyResponse: func(a *http.Response) error {
 			a.Header.Del("Set-Cookie")
-			if a.StatusCode == http.StatusUnauthorized { // passed on, the page would ask for its own token again
+			if a.StatusCode == http.StatusUnauthorized { // with this status the page would ask for its own token again
 				return errTokenRefused
 			}
 			return nil

@@ -43,10 +43,10 @@ The exit status is for scripts:
 --url says where to look. --ca, --cert, --key, --tls, --user and --password-file
 say how to get in. They mean the same here and in "stormguard demo".`
 
-// errFound makes the exit status 1; the findings say the rest.
+// errFound makes the exit status 1, after the findings were printed.
 var errFound = errors.New("the settings need work: see the findings above")
 
-// lookError makes the exit status 3: nobody knows what would have been found.
+// lookError makes the exit status 3: the doctor could not look at all settings.
 type lookError struct{ error }
 
 func (e lookError) Unwrap() error { return e.error }
@@ -63,7 +63,7 @@ func newDoctor() *cobra.Command {
 	return cmd
 }
 
-// examination is what the doctor's commands share.
+// examination holds the flags of all the doctor's commands.
 type examination struct {
 	ranges
 	url    string
@@ -73,7 +73,7 @@ type examination struct {
 	access access.Config
 }
 
-// severity is a [guard.Severity] as a flag.
+// severity is the text of a [guard.Severity], for a flag.
 type severity string
 
 func severities() []severity { return []severity{"notice", "warning", "danger"} }
@@ -85,7 +85,7 @@ func (e *examination) flags(cmd *cobra.Command) {
 	cmd.Flags().BoolVar(&e.json, "json", false, "print one JSON array")
 }
 
-// need reports which of the flags are unset or out of range.
+// need reports all flags out of range, and the named flags that are unset.
 func (e *examination) need(cmd *cobra.Command, names ...string) error {
 	err := e.check()
 	for _, name := range names {
@@ -96,16 +96,16 @@ func (e *examination) need(cmd *cobra.Command, names ...string) error {
 	return err
 }
 
-// form reports a --url of another form.
+// form reports a --url that does not have the form.
 func (e *examination) form(ok bool, form string) error {
-	if ok || e.url == "" { // need says the latter
+	if ok || e.url == "" { // need reports an empty --url
 		return nil
 	}
 	return fmt.Errorf("--url %q: must be %s", access.Redact(e.url), form)
 }
 
-// look opens the files that the flags name, looks, and reports. A look that
-// fails half-way has findings and an error.
+// look opens the files of the access flags, calls with, and reports the findings. If
+// with fails half-way, it returns findings and an error.
 func (e *examination) look(cmd *cobra.Command, with func(context.Context, *access.Access) ([]guard.Finding, error)) error {
 	a, err := e.access.Open()
 	if err != nil {
@@ -113,7 +113,7 @@ func (e *examination) look(cmd *cobra.Command, with func(context.Context, *acces
 	}
 	found, err := with(cmd.Context(), a)
 	if err != nil && len(found) == 0 {
-		return lookError{err} // not the same as nothing found
+		return lookError{err} // must not print "Nothing found."
 	}
 	bad, printed := e.report(cmd.OutOrStdout(), found)
 	if err = errors.Join(err, printed); err != nil {
@@ -125,13 +125,14 @@ func (e *examination) look(cmd *cobra.Command, with func(context.Context, *acces
 	return nil
 }
 
-// connectError says which broker was not reached, without user and password,
+// connectError says which broker was not reached. It leaves out user and password,
 // which the client's error may repeat.
 func connectError(address string, err error) error {
 	return errors.New(access.Redact(fmt.Sprintf("connect to %s: %v", address, err)))
 }
 
-// report prints the findings, and tells whether one is as severe as --fail-on.
+// report prints the findings. bad is true if one of them is at least as severe as
+// --fail-on.
 func (e *examination) report(w io.Writer, found []guard.Finding) (bad bool, err error) {
 	for _, f := range found {
 		bad = bad || slices.Index(severities(), severity(f.Severity.String())) >= slices.Index(severities(), e.failOn)

@@ -79,8 +79,8 @@ doctor --help" has the details.`,
 	return cmd
 }
 
-// inspectKafka looks as a client that is set as a group's should be, so that only
-// the broker is judged.
+// inspectKafka calls Inspect with the settings that a group's client should have. So it
+// judges only the broker.
 func inspectKafka(a *access.Access, url string, target guardkafka.Target) ([]guard.Finding, error) {
 	config := sarama.NewConfig()
 	config.ClientID = "stormguard-doctor"

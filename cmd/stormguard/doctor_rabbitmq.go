@@ -69,7 +69,7 @@ doctor --help" has the details.`,
 	return cmd
 }
 
-// inspectRabbitMQ looks as [guardamqp.Inspect] does; a queue that is not there is a finding.
+// inspectRabbitMQ calls [guardamqp.Inspect]. A missing queue is a finding, not an error.
 func inspectRabbitMQ(ctx context.Context, target guardamqp.Target) ([]guard.Finding, error) {
 	found, err := guardamqp.Inspect(ctx, target)
 	if errors.Is(err, guardamqp.ErrQueueGone) {

@@ -16,11 +16,11 @@ import (
 	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/access"
 )
 
-// ranges collects flags whose values have a range, so that all that is wrong
-// with a command line is said at once; pflag stops at the first.
+// ranges collects flags whose values have a range. check reports all errors of a
+// command line at once; pflag alone stops at the first.
 type ranges []*ranged
 
-// ranged is a [pflag.Value] that keeps what it cannot read for check.
+// ranged is a [pflag.Value] that keeps a bad value for check, and returns no error.
 type ranged struct {
 	name, kind, raw, must string
 	set                   func(string) bool // false: unreadable or out of range
@@ -59,7 +59,7 @@ func (rs *ranges) duration(flags *pflag.FlagSet, p *time.Duration, name string, 
 	})
 }
 
-// durations is a list with commas; p is unset where the flag is.
+// durations adds a flag for a list with commas. p stays unset without the flag.
 func (rs *ranges) durations(flags *pflag.FlagSet, p *[]time.Duration, name, usage string) {
 	rs.add(flags, usage, &ranged{
 		name: name, kind: "durations", must: "durations with commas, such as 1m,10m",
@@ -90,7 +90,7 @@ func (rs *ranges) number(flags *pflag.FlagSet, p *int, name string, low, high in
 	})
 }
 
-// choice is one of a few words.
+// choice adds a flag whose value is one of the words in all.
 func choice[T ~string](rs *ranges, flags *pflag.FlagSet, p *T, name string, all []T, usage string) {
 	words := make([]string, len(all))
 	for i, w := range all {
@@ -113,9 +113,9 @@ func (rs *ranges) add(flags *pflag.FlagSet, usage string, r *ranged) {
 	flags.Var(r, r.name, usage)
 }
 
-// accessFlags are the flags for TLS and a user, the same wherever a command
-// connects to a broker, after c.Prefix. tls is what --tls does; empty: there is none, --url says
-// it.
+// accessFlags adds the flags for TLS and a user, which are the same for all brokers.
+// Their names begin with c.Prefix. tls is the help of --tls; if it is empty there is no
+// such flag, and --url selects TLS.
 func accessFlags(rs *ranges, flags *pflag.FlagSet, c *access.Config, tls string, sasl bool) {
 	if tls != "" {
 		flags.BoolVar(&c.TLS, c.Prefix+"tls", false, tls)

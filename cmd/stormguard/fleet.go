@@ -48,15 +48,15 @@ A handler that listens beyond loopback needs https and --token-file.`
 
 const defaultURL = "http://127.0.0.1:8790"
 
-// operator is what the commands share that ask a process: where to ask.
+// operator holds the flags of all commands that send requests to a process.
 type operator struct {
 	url, ca, tokenFile string
 	json               bool
-	server             string // what answers there, in errors
-	rules              string // the path of its quarantine
+	server             string // kind of the server at url, for errors
+	rules              string // path of the server's quarantine
 }
 
-// bind adds the flags that say where to ask.
+// bind adds the flags for the address and the token.
 func (op *operator) bind(cmd *cobra.Command, usage string) {
 	f := cmd.Flags()
 	f.StringVar(&op.url, "url", defaultURL, usage)
@@ -65,7 +65,7 @@ func (op *operator) bind(cmd *cobra.Command, usage string) {
 	settings(cmd)
 }
 
-// refusedError is what a process answered instead of doing what it was asked.
+// refusedError is the answer of a process that refused a request.
 type refusedError struct {
 	status int
 	text   string
@@ -133,7 +133,7 @@ admitting by its share until it hears of it. Then it asks for its share again.`,
 	return cmd
 }
 
-// numberFlag is the number of the configuration that a command changes.
+// numberFlag adds the flag for the number of the configuration to change.
 func numberFlag(cmd *cobra.Command, number *uint64) {
 	cmd.Flags().Uint64Var(number, "number", 0, "of the configuration to change; if another change was faster, nothing is changed (default the newest)")
 }
@@ -196,10 +196,11 @@ func newFleetReset(op *operator) *cobra.Command {
 	return cmd
 }
 
-// A change is what set and reset ask for.
+// A change is the request of the commands set and reset.
 type change fleet.Change
 
-// path is where to ask for it, and what.
+// path returns the path and the body of the request for a change of a numbered
+// configuration.
 func (c change) path(number uint64) (string, any) {
 	c.Number = number
 	return "fleet/change", fleet.Change(c)
@@ -231,8 +232,8 @@ func newFleetJournal(op *operator) *cobra.Command {
 	}
 }
 
-// change asks for a change of the configuration of a number, or of the newest if that is
-// 0. It happens or not, and never later.
+// change requests a change of the configuration with a number; 0 is the newest one. The
+// process makes the change at once or never.
 func (op *operator) change(cmd *cobra.Command, number uint64, done string, path func(number uint64) (string, any), values ...any) error {
 	if number == 0 {
 		var s fleet.Status
@@ -257,7 +258,7 @@ func (op *operator) change(cmd *cobra.Command, number uint64, done string, path 
 	})
 }
 
-// print prints an answer: as it is with --json, else as text says.
+// print prints an answer: unchanged with --json, else by the function text.
 func (op *operator) print(cmd *cobra.Command, raw []byte, text func(io.Writer, words.Language) error) error {
 	if op.json {
 		_, err := cmd.OutOrStdout().Write(raw)
@@ -266,7 +267,7 @@ func (op *operator) print(cmd *cobra.Command, raw []byte, text func(io.Writer, w
 	return text(cmd.OutOrStdout(), words.From(cmd.Context()))
 }
 
-// client is what sends r, after it was given the token.
+// client returns the client that sends r, and adds the token to r.
 func (op *operator) client(r *http.Request) (*http.Client, error) {
 	transport := &http.Transport{DisableKeepAlives: true}
 	if op.ca != "" {
@@ -290,7 +291,7 @@ func (op *operator) client(r *http.Request) (*http.Client, error) {
 		}
 		r.Header.Set("Authorization", "Bearer "+tokens[0].Secret)
 	}
-	stay := func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse } // a token goes nowhere else
+	stay := func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse } // a redirect must not get the token
 	return &http.Client{Transport: transport, CheckRedirect: stay}, nil
 }
 
@@ -299,7 +300,7 @@ func isLoopback(host string) bool {
 	return host == "localhost" || err == nil && ip.Unmap().IsLoopback()
 }
 
-// readTokens reads tokens: one "NAME SECRET" a line; # begins a comment.
+// readTokens reads tokens: one "NAME SECRET" per line; # begins a comment.
 func readTokens(flag, path string) ([]fleet.Token, error) {
 	text, err := os.ReadFile(path) //nolint:gosec // the operator's own
 	if err != nil {
@@ -324,7 +325,7 @@ func readTokens(flag, path string) ([]fleet.Token, error) {
 
 const minToken = 16 // bytes, as fleet.Token says
 
-// base is the address to ask, without a slash at its end.
+// base returns the address of the process, without a slash at its end.
 func (op *operator) base() (string, error) {
 	base := strings.TrimSuffix(op.url, "/")
 	if base == "" {
@@ -336,7 +337,8 @@ func (op *operator) base() (string, error) {
 	return base, nil
 }
 
-// ask sends one request, and reads the answer into out too.
+// ask sends one request. It returns the answer, and decodes it into out. If the answer to a
+// possible change is lost, the error is an unknownError.
 func (op *operator) ask(ctx context.Context, method, path string, body, out any) ([]byte, error) {
 	ctx, cancel := context.WithTimeout(ctx, 15*time.Second)
 	defer cancel()
@@ -363,10 +365,10 @@ func (op *operator) ask(ctx context.Context, method, path string, body, out any)
 	if err != nil {
 		return nil, err
 	}
-	var written atomic.Bool // of a request that may change something
+	var written atomic.Bool // a request that may change something was sent
 	if o, dry := body.(console.Order); method != http.MethodGet && !(dry && o.DryRun) {
 		r = r.WithContext(httptrace.WithClientTrace(r.Context(), &httptrace.ClientTrace{
-			WroteHeaders: func() { written.Store(true) }, // before the server can have it
+			WroteHeaders: func() { written.Store(true) }, // runs before the server can have the request
 		}))
 	}
 	unanswered := func(err error) error {
@@ -403,7 +405,8 @@ func (op *operator) ask(ctx context.Context, method, path string, body, out any)
 	return raw, nil
 }
 
-// show prints the fleet: once, from two looks a second apart, or each second.
+// show prints the fleet. Without watch it prints once, from two statuses a second apart, or
+// from one with --json. With watch it prints each second.
 func (op *operator) show(ctx context.Context, w io.Writer, watch bool) error {
 	var before fleet.Status
 	at := time.Now()
@@ -436,15 +439,15 @@ func (op *operator) show(ctx context.Context, w io.Writer, watch bool) error {
 	}
 }
 
-// keyRate is how much of a key all members together admit and deny, per second.
+// keyRate is how many tokens of a key all members together admit and deny per second.
 type keyRate struct {
 	key              string
 	admitted, denied float64
 	level, full      float64
 }
 
-// rates are those between two looks, the fastest first. A process that started in
-// between, or whose status has not come anew, counts as 0.
+// rates returns the rates between two statuses, the highest first. A process that started
+// between them counts as 0, and so does one without a newer status.
 func rates(before, after *fleet.Status, d time.Duration) []keyRate {
 	type at struct{ name, key string }
 	was := map[at]fleet.Key{}
@@ -512,7 +515,7 @@ func printFleet(out io.Writer, l words.Language, s *fleet.Status, keys []keyRate
 	section := func(n int, head string, rows func(row func(...any))) {
 		if n > 0 {
 			b.WriteByte('\n')
-			_ = table(&b, l, head, rows) // a Builder takes all
+			_ = table(&b, l, head, rows) // a Builder returns no error
 		}
 	}
 	section(len(s.Members), "MEMBER\tZONE\tSTATE\tSHARE\tLEVEL\tOF\tLENT\tPINNED\tNUMBER\tSYNC\tRTT\tCLOCK\tVERSION", func(row func(...any)) {

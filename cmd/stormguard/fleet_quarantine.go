@@ -21,7 +21,7 @@ import (
 	"github.com/stormguard-mq/stormguard/fleet"
 )
 
-// quarantineFlags say which rule is meant.
+// quarantineFlags are the flags that describe a rule.
 type quarantineFlags struct{ key, header, cause string }
 
 func (q *quarantineFlags) bind(cmd *cobra.Command) {
@@ -31,7 +31,7 @@ func (q *quarantineFlags) bind(cmd *cobra.Command) {
 	f.StringVar(&q.cause, "cause", "", "messages that fail with this cause, its `ID` as in logs and dead letters; an error of the dependency never matches")
 }
 
-// rule is the one that the flags name.
+// rule returns the rule of the flags. Exactly one flag must be given.
 func (q *quarantineFlags) rule(cmd *cobra.Command) (rule dlq.Rule, err error) {
 	given := 0
 	for _, name := range []string{"key", "header", "cause"} {
@@ -65,7 +65,8 @@ a key, of a header's value such as a tenant, or of a cause of failure. They are
 dead-lettered unhandled, with the reason "quarantine"; everything else is handled.
 Without a fleet the list is that of the process that is asked, and of no other.`
 
-// newFleetQuarantine also returns the commands that ask a process.
+// newFleetQuarantine makes the command quarantine. asking are its subcommands that send requests
+// to a process.
 func newFleetQuarantine(op *operator) (cmd *cobra.Command, asking []*cobra.Command) {
 	cmd = &cobra.Command{
 		Use:   "quarantine",
@@ -155,12 +156,12 @@ func newQuarantineList(op *operator) *cobra.Command {
 	}
 }
 
-// quarantine asks for a change of the list.
+// quarantine requests a change of the list of rules.
 func (op *operator) quarantine(cmd *cobra.Command, in fleet.QuarantineRequest, done string) error {
 	var all []fleet.Quarantined
 	raw, err := op.ask(cmd.Context(), http.MethodPost, op.rules, in, &all)
 	if refused, ok := errors.AsType[refusedError](err); ok && refused.status == http.StatusBadGateway {
-		return partialError{err} // it was made, and not by all
+		return partialError{err} // the change was made, but not by all processes
 	}
 	if err != nil {
 		return err

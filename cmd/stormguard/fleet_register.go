@@ -29,7 +29,7 @@ import (
 
 const registerForms = "file:PATH, etcd://HOST:PORT,..., nats://HOST:PORT,..., kafka://HOST:PORT,..., amqp://HOST:PORT/VHOST or postgres://HOST:PORT/DATABASE"
 
-// registerFlags say where a fleet's configuration is kept.
+// registerFlags are the flags for the store of a fleet's configuration.
 type registerFlags struct {
 	url    string
 	access access.Config
@@ -41,7 +41,7 @@ func (f *registerFlags) bind(rs *ranges, flags *pflag.FlagSet) {
 	accessFlags(rs, flags, &f.access, "speak TLS; --register-ca and --register-cert turn it on too (RabbitMQ: amqps:// in --register)", true)
 }
 
-// kind is the scheme of the URL.
+// kind is the kind of store: the scheme of the URL, or its main form.
 func (f *registerFlags) kind() string {
 	scheme, _, _ := strings.Cut(f.url, ":")
 	switch scheme {
@@ -69,7 +69,7 @@ func (f *registerFlags) validate() error {
 		_, hosts, _ := strings.Cut(f.url, "://")
 		switch kind := f.kind(); {
 		case strings.Contains(f.url, "@") && (kind == "etcd" || kind == "kafka"):
-			// Their clients take hosts only, and repeat them in errors and logs.
+			// The clients of these stores take hosts only, and repeat them in errors and logs.
 			err = errors.Join(err, fmt.Errorf("--register %s://...@...: must be without a user: give --register-user and --register-password-file", kind))
 		case kind != "postgres" && (hosts == "" || strings.ContainsAny(hosts[:1], "/,")):
 			err = errors.Join(err, fmt.Errorf("--register %q: has no host: must be %s", access.Redact(f.url), registerForms))
@@ -79,8 +79,8 @@ func (f *registerFlags) validate() error {
 	return fmt.Errorf("--register %q: must be %s", access.Redact(f.url), registerForms)
 }
 
-// open makes the register of a fleet, and what closes it. Only a store that cannot be
-// what the URL says is an error: one that is away may come back.
+// open makes the register of a fleet, and a function that closes it. Only wrong settings are an
+// error: a store that does not answer may come back.
 func (f *registerFlags) open(ctx context.Context, fleet string, stderr io.Writer) (r register.Register, closes func(), err error) {
 	a, err := f.access.Open()
 	if err != nil {
@@ -134,10 +134,10 @@ func (f *registerFlags) open(ctx context.Context, fleet string, stderr io.Writer
 	return r, closes, nil
 }
 
-// storeTimeout is how long a store may take to answer before it counts as away.
+// storeTimeout is the time limit for a store's answer. After it the store counts as away.
 const storeTimeout = 5 * time.Second
 
-// redacted is an error without users and passwords, which a client's may repeat.
+// redacted removes users and passwords from a client's error.
 func redacted(err error) error { return errors.New(access.Redact(err.Error())) }
 
 func (f *registerFlags) nats(a *access.Access, bucket string) (r register.Register, closes func(), err error) {
@@ -159,7 +159,7 @@ func (f *registerFlags) postgres(ctx context.Context, a *access.Access, fleet st
 	closes = func() {}
 	config, err := pgxpool.ParseConfig(f.url)
 	if err != nil {
-		return nil, closes, errors.New("the URL cannot be read") // the client's text may have a password
+		return nil, closes, errors.New("the URL cannot be read") // the client's error may have a password
 	}
 	if user, password := a.User(); user != "" {
 		config.ConnConfig.User, config.ConnConfig.Password = user, password

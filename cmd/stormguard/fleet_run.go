@@ -46,7 +46,7 @@ start all processes again with the next number to change it.
 With --register a name that is not in --roster joins, with a share of the others' weight,
 if it demands anything. An interrupt makes it leave: it gives its share to the others.`
 
-// fleetRun is what the flags of fleet run set.
+// fleetRun holds the flags of the command fleet run.
 type fleetRun struct {
 	name, fleet, zone, region string
 	roster, seeds             []string
@@ -179,8 +179,8 @@ func (r *fleetRun) run(ctx context.Context, stdout, stderr io.Writer) error {
 	return err
 }
 
-// serve serves the console until stop is called. Its guard has no source, and the fleet's
-// quarantine.
+// serve serves the console until stop is called. The console's guard has no source; it has the
+// fleet's quarantine.
 func (r *fleetRun) serve(ctx context.Context, p *fleet.Process, log *slog.Logger, stdout, stderr io.Writer) (stop func(), err error) {
 	seat := console.Config{Process: r.name, Fleet: p.Orders()}
 	if r.httpTokens != "" {
@@ -238,11 +238,11 @@ func (r *fleetRun) serve(ctx context.Context, p *fleet.Process, log *slog.Logger
 			fmt.Fprintf(stderr, "stormguard: --http: %v\n", err)
 		}
 		page.Close()
-		_, _ = g.Close(context.WithoutCancel(ctx)) // it has no source to wait for
+		_, _ = g.Close(context.WithoutCancel(ctx)) // g has no source to wait for
 	}, nil
 }
 
-// join asks for a share, if the process has none by its name.
+// join asks for a share, if the process is not in the roster and demands anything.
 func (r *fleetRun) join(ctx context.Context, p *fleet.Process) error {
 	if r.demand == 0 || len(r.roster) == 0 || r.store.url == "" || slices.Contains(r.roster, r.name) {
 		return nil
@@ -250,8 +250,8 @@ func (r *fleetRun) join(ctx context.Context, p *fleet.Process) error {
 	return p.Join(ctx, 1)
 }
 
-// ask asks for messages at the demanded rate until ctx ends, and says what came of
-// it.
+// ask asks for messages at the demanded rate until ctx ends, and prints each second what was
+// granted.
 func (r *fleetRun) ask(ctx context.Context, p *fleet.Process, w io.Writer) error {
 	limit := p.Key(r.key)
 	tick := time.NewTicker(5 * time.Millisecond)
@@ -280,7 +280,8 @@ func (r *fleetRun) ask(ctx context.Context, p *fleet.Process, w io.Writer) error
 	}
 }
 
-// seen is the newest configuration, and the share of the process whose status it is.
+// seen returns the number of the newest configuration, and the share of the process that made
+// the status.
 func seen(s fleet.Status) (number uint64, share float64) {
 	for _, m := range s.Members {
 		if m.Name == s.Name {
@@ -290,7 +291,7 @@ func seen(s fleet.Status) (number uint64, share float64) {
 	return s.Configuration.Number, share
 }
 
-// readKeys reads a keyring: one base64 key a line; # begins a comment.
+// readKeys reads a keyring: one base64 key per line; # begins a comment.
 func readKeys(path string) (*fleet.Keyring, error) {
 	f, err := os.Open(path) //nolint:gosec // the operator's own
 	if err != nil {

@@ -35,19 +35,19 @@ and --token-file. The exit status is 0 when all was done, 1 on an error, 2 for a
 mistake on the command line, 3 when no such source or breaker is there, 4 without
 the right token, 6 when it was done for some sources only.`
 
-// looks are the forms in which a command prints what it was told.
+// looks are the formats in which a command prints an answer.
 type looks string
 
 func allLooks() []looks { return []looks{"table", "json", "jsonl"} }
 
-// operate is what the commands share that speak to a console.
+// operate holds the flags of all commands that send requests to a console.
 type operate struct {
 	operator
 
 	output looks
 	rs     ranges
 
-	// Of the commands that change something.
+	// The fields below are for commands that give an order.
 	order console.Order
 	lasts time.Duration
 	why   string
@@ -56,16 +56,16 @@ type operate struct {
 	dry   bool
 }
 
-// partialError is an order that was carried out for some sources only.
+// partialError is the error of an order that not all sources or processes carried out.
 type partialError struct{ error }
 
-// unknownError is of a request that may change something, and whose answer did not come.
+// unknownError is the error of a possible change without an answer: its outcome is unknown.
 type unknownError struct{ error }
 
-// Unwrap is what the answer failed with.
+// Unwrap returns why there is no answer.
 func (e unknownError) Unwrap() error { return e.error }
 
-// newOperate is all commands that speak to a console.
+// newOperate makes all commands that send requests to a console.
 func newOperate() []*cobra.Command {
 	source := &cobra.Command{
 		Use: "source", Short: "See and change the sources of a process: partitions, queues, consumers",
@@ -94,7 +94,7 @@ func newOperate() []*cobra.Command {
 	}
 }
 
-// newQuarantine is the fleet's command, asked of a console.
+// newQuarantine makes the fleet's command quarantine for a console.
 func newQuarantine() *cobra.Command {
 	op := operator{server: "console", rules: "quarantine"}
 	cmd, asking := newFleetQuarantine(&op)
@@ -105,7 +105,7 @@ func newQuarantine() *cobra.Command {
 	return cmd
 }
 
-// command finishes a command that asks a console.
+// command completes a command that sends requests to a console: flags, help, checks.
 func (o *operate) command(cmd *cobra.Command, run func(cmd *cobra.Command, args []string) error) *cobra.Command {
 	o.server, o.output = "console", "table"
 	o.bind(cmd, "where the process serves its console")
@@ -254,7 +254,7 @@ func newBreakerList() *cobra.Command {
 	})
 }
 
-// forced tells whether a breaker is forced, and for how much longer if that ends by itself.
+// forced says whether a breaker is forced, and for how much longer if the force has an end.
 func forced(b console.Breaker) string {
 	text := fmt.Sprint(b.Forced)
 	if b.Forced && b.Until > 0 {
@@ -276,7 +276,7 @@ func newAudit() *cobra.Command {
 			return table(w, l, "AT\tWHO\tORDER\tWHY\tOUTCOME", func(row func(...any)) {
 				for _, e := range all {
 					outcome := cmp.Or(e.Error, e.Fleet, l.Count(len(e.Results), "source"))
-					if e.Error == "" && strings.HasPrefix(e.Order, "quarantine ") { // which is about no source
+					if e.Error == "" && strings.HasPrefix(e.Order, "quarantine ") { // such an order has no sources
 						outcome = l.Say("done")
 					}
 					row(e.At.Format(time.RFC3339), e.Who, e.Order, cmp.Or(e.Why, "-"), outcome)
@@ -311,7 +311,7 @@ func newCauses() *cobra.Command {
 	})
 }
 
-// oneLine is the beginning of an error for a table.
+// oneLine shortens an error to one line of a table.
 func oneLine(text string) string {
 	const most = 80
 	text = strings.Join(strings.Fields(text), " ")
@@ -346,7 +346,7 @@ func newReport() *cobra.Command {
 	})
 }
 
-// report is the timeline of an incident, in Markdown.
+// report writes the timeline of an incident, in Markdown.
 func report(w io.Writer, l words.Language, since time.Duration, st console.Status, all []console.Event, causes []console.Cause) error {
 	held := 0.0
 	for _, e := range all {
@@ -386,8 +386,7 @@ func report(w io.Writer, l words.Language, since time.Duration, st console.Statu
 	return err
 }
 
-// newOrder is a command that gives an order about sources, or about the sources of
-// breakers.
+// newOrder makes a command that gives an order to sources, or to the sources of breakers.
 func newOrder(action, use, short string) *cobra.Command {
 	o := operate{order: console.Order{Action: action}, lasts: 30 * time.Minute}
 	o.order.Count = 1
@@ -431,7 +430,7 @@ becomes of this command.`
 	})
 }
 
-// give asks for leave, gives the order and prints what it did.
+// give runs the order dry, asks the user, gives the order and prints its outcome.
 func (o *operate) give(cmd *cobra.Command, order console.Order) error {
 	order.DryRun = true
 	var out console.Outcome
@@ -483,7 +482,7 @@ func (o *operate) showOutcome(w io.Writer, l words.Language, order console.Order
 	return table(w, l, "PROCESS\tSOURCES\tOUTCOME", func(row func(...any)) {
 		for _, a := range out.Processes {
 			sources := any(a.Sources)
-			if o.dry { // nobody was asked
+			if o.dry { // the other processes were not asked
 				sources = "-"
 			}
 			row(a.Process, sources, outcome(a.Count, a.Error))
@@ -494,7 +493,7 @@ func (o *operate) showOutcome(w io.Writer, l words.Language, order console.Order
 	})
 }
 
-// partly is the error of an order that was not carried out everywhere.
+// partly returns a partialError if a source or process did not carry out the order.
 func partly(out console.Outcome) error {
 	failed, all := 0, len(out.Results)+len(out.Processes)
 	for _, r := range out.Results {
@@ -516,7 +515,7 @@ func partly(out console.Outcome) error {
 	return nil
 }
 
-// leave asks the person at the terminal.
+// leave asks the user at the terminal for confirmation. Its error is nil if the user agrees.
 func (o *operate) leave(cmd *cobra.Command, order console.Order, out console.Outcome) error {
 	in, ok := cmd.InOrStdin().(*os.File)
 	if !ok || !term.IsTerminal(int(in.Fd())) {
@@ -536,8 +535,8 @@ func (o *operate) leave(cmd *cobra.Command, order console.Order, out console.Out
 	return nil
 }
 
-// lookup asks for the things of a kind that args[0] names, or for all. None of a name is
-// an error.
+// lookup requests the items of a kind that args[0] names, or all items. No item with the
+// name is an error.
 func lookup[T any](ctx context.Context, o *operate, what string, args []string) (all []T, raw []byte, err error) {
 	path := what
 	if len(args) > 0 {
@@ -550,7 +549,7 @@ func lookup[T any](ctx context.Context, o *operate, what string, args []string) 
 	return all, raw, err
 }
 
-// show prints an answer in the form that --output asks for.
+// show prints an answer in the format of --output.
 func show[T any](o *operate, cmd *cobra.Command, raw []byte, all []T, text func(io.Writer, words.Language) error) error {
 	out := cmd.OutOrStdout()
 	switch o.output {
@@ -569,7 +568,7 @@ func show[T any](o *operate, cmd *cobra.Command, raw []byte, all []T, text func(
 	return text(toTerminal{out}, words.From(cmd.Context()))
 }
 
-// seconds is a time for people.
+// seconds formats a time for people; "-" if it is 0 or less.
 func seconds(s float64) string {
 	if s <= 0 {
 		return "-"

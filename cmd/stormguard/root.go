@@ -26,7 +26,7 @@ const (
 	exitUsage       = 2
 	exitUnseen      = 3 // the doctor could not look; no such source or breaker
 	exitDenied      = 4 // no token, or a wrong one
-	exitPartial     = 6 // an order was carried out for some sources, and not for all
+	exitPartial     = 6 // not all sources or processes carried out an order
 	exitInterrupted = 130
 )
 
@@ -35,7 +35,7 @@ type usageError struct{ error }
 
 func (e usageError) Unwrap() error { return e.error }
 
-// run is main without the process: it returns the exit code.
+// run is main without [os.Exit]: it returns the exit code.
 func run(args []string, stdout, stderr io.Writer) int {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
 	defer stop()
@@ -65,8 +65,8 @@ func run(args []string, stdout, stderr io.Writer) int {
 		return exitInterrupted
 	}
 	fmt.Fprintln(stderr, "stormguard:", printable(err.Error(), "\n\t"))
-	// What fails before a command begins is a flag, an argument or a command
-	// that cobra does not know.
+	// An error before a command begins is about a flag, an argument or a command
+	// that cobra does not accept.
 	if !begun || errors.As(err, new(usageError)) || errors.As(err, new(access.FlagError)) {
 		fmt.Fprintf(stderr, "See %q.\n", cmd.CommandPath()+" --help")
 		return exitUsage

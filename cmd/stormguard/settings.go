@@ -18,12 +18,12 @@ import (
 	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/words"
 )
 
-// What says whom a command asks, and how it prints, has one name in three places: --token-file
-// on the command line, STORMGUARD_TOKEN_FILE in the environment, and token-file in the file that
-// --config names. The command line counts first, and the file last. What a command changes is
-// said on the command line only.
+// Settings for a command's target and its output have one name in three places. An example is
+// --token-file on the command line, STORMGUARD_TOKEN_FILE in the environment, and token-file in
+// the file of --config. The command line counts first, and the file last. Settings of a change
+// are possible on the command line only.
 
-// fillable are the flags that the other places may set. The language was set before.
+// fillable are the flags that environment and file may set. The language is set separately.
 var fillable = map[string]bool{
 	"url": true, "token-file": true, "ca": true, "output": true, "json": true, "watch": true, "listen": true, "since": true, "by": true,
 }
@@ -33,7 +33,8 @@ const (
 	settingsPrefix = "STORMGUARD_"
 )
 
-// settings gives a command the flag --config, and fills in its flags before it runs.
+// settings adds the flag --config to a command. Before the command runs, environment and file
+// fill in its flags.
 func settings(cmd *cobra.Command) {
 	cmd.Flags().String(settingsFlag, "", "YAML `file` with flags, such as \"url: https://billing-1:8790\"; the environment counts before it")
 	cmd.PreRunE = func(cmd *cobra.Command, _ []string) error {
@@ -44,12 +45,12 @@ func settings(cmd *cobra.Command) {
 	}
 }
 
-// variable is where the environment has a flag.
+// variable is the name of a flag's environment variable.
 func variable(flag string) string {
 	return settingsPrefix + strings.ToUpper(strings.ReplaceAll(flag, "-", "_"))
 }
 
-// fillIn sets the flags that the command line has not.
+// fillIn sets the flags that the command line does not set.
 func fillIn(cmd *cobra.Command) error {
 	flags := cmd.Flags()
 	path, err := flags.GetString(settingsFlag)
@@ -71,7 +72,7 @@ func fillIn(cmd *cobra.Command) error {
 		cmd.SetContext(words.With(cmd.Context(), l))
 	}
 	var all []error
-	places := map[string]string{} // of flags that are set
+	places := map[string]string{} // where each flag was set, by flag
 	flags.VisitAll(func(f *pflag.Flag) {
 		switch text := os.Getenv(variable(f.Name)); {
 		case f.Changed:
@@ -85,27 +86,27 @@ func fillIn(cmd *cobra.Command) error {
 			all = append(all, fill(flags, f, path+": "+f.Name, file[f.Name]))
 		}
 	})
-	// A token is for the process that was named with it, and nobody else may get it.
+	// Only the process at the URL next to the token may get the token.
 	if from := places["token-file"]; from != "" && from != "the command line" && places["url"] != from {
 		all = append(all, fmt.Errorf("--token-file: that of %s is not for this --url, which is not from there: give both in one place", from))
 	}
 	return errors.Join(all...)
 }
 
-// fill sets a flag to what a place says.
+// fill sets a flag to the text of a place.
 func fill(flags *pflag.FlagSet, f *pflag.Flag, place, text string) error {
 	if err := flags.Set(f.Name, text); err != nil {
 		return fmt.Errorf("%s %q: want a %s", place, text, f.Value.Type())
 	}
 	if r, ok := f.Value.(*ranged); ok && r.bad {
-		r.bad = false // it is said here
+		r.bad = false // this error reports it, not check
 		return fmt.Errorf("%s %q: must be %s", place, text, r.must)
 	}
 	return nil
 }
 
-// readSettings reads the file; without a path there is nothing in it. A name that no command
-// has is an error. One that another command has is not: one file is for all.
+// readSettings reads the file; without a path it returns no settings. A name that no command
+// has is an error. A name of another command is allowed: all commands share one file.
 func readSettings(path string, root *cobra.Command) (map[string]string, error) {
 	file := make(map[string]string)
 	if path == "" {
@@ -116,7 +117,7 @@ func readSettings(path string, root *cobra.Command) (map[string]string, error) {
 		return nil, fmt.Errorf("--%s: %w", settingsFlag, err)
 	}
 	var read map[string]yaml.Node
-	if err := yaml.Unmarshal(text, &read); errors.As(err, new(*yaml.TypeError)) { // its text has what is in the file
+	if err := yaml.Unmarshal(text, &read); errors.As(err, new(*yaml.TypeError)) { // the error's text repeats the file's contents
 		return nil, fmt.Errorf("--%s %s: want lines such as \"url: https://billing-1:8790\"", settingsFlag, path)
 	} else if err != nil {
 		return nil, fmt.Errorf("--%s %s: %w", settingsFlag, path, err)
@@ -136,7 +137,7 @@ func readSettings(path string, root *cobra.Command) (map[string]string, error) {
 	return file, err
 }
 
-// settable are the flags that a file may have.
+// settable returns the names of flags that a file may have.
 func settable(cmd *cobra.Command) map[string]bool {
 	names := map[string]bool{words.Flag: true}
 	if cmd.Flags().Lookup(settingsFlag) != nil {

@@ -13,8 +13,8 @@ import (
 	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/words"
 )
 
-// table prints rows in columns, below the words of head, which tabs separate; an empty head is
-// none. Unlike text/tabwriter it knows that a Chinese character takes two columns.
+// table prints rows in columns below the words of head. Tabs separate the words; an empty head
+// prints none. Unlike text/tabwriter, table knows that a Chinese character takes two columns.
 func table(out io.Writer, l words.Language, head string, rows func(row func(...any))) error {
 	var lines [][]string
 	var widths []int
@@ -23,7 +23,7 @@ func table(out io.Writer, l words.Language, head string, rows func(row func(...a
 			if i == len(widths) {
 				widths = append(widths, 0)
 			}
-			if i < len(cells)-1 { // nothing stands behind the last one
+			if i < len(cells)-1 { // the last column needs no padding
 				widths[i] = max(widths[i], words.Width(cell))
 			}
 		}
@@ -57,9 +57,9 @@ func table(out io.Writer, l words.Language, head string, rows func(row func(...a
 	return err
 }
 
-// printable is a text for a terminal: what a process says may come from messages, or from whoever
-// sent it a request, and must not steer the terminal or look like a line of ours. The characters
-// in keep are left.
+// printable makes a text safe for a terminal. An answer of a process may contain text from
+// messages or requests. Such text must not control the terminal or look like a line of this
+// command. The characters in keep stay.
 func printable(text, keep string) string {
 	text = strings.ToValidUTF8(text, "\uFFFD")
 	fine := func(r rune) bool { return unicode.IsPrint(r) || strings.ContainsRune(keep, r) }
@@ -78,7 +78,7 @@ func printable(text, keep string) string {
 	return b.String()
 }
 
-// toTerminal has all that is written printable, but for the ends of lines.
+// toTerminal makes all written text printable, and keeps line ends.
 type toTerminal struct{ io.Writer }
 
 func (t toTerminal) Write(b []byte) (int, error) {

@@ -12,13 +12,13 @@ import (
 	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/words"
 )
 
-// headings are those of cobra's help.
+// headings are the headings of cobra's help.
 var headings = []string{
 	"Usage:", "Aliases:", "Examples:", "Available Commands:", "Additional Commands:", "Global Flags:", "Flags:", "Additional help topics:",
 	`Use "{{.CommandPath}} [command] --help" for more information about a command.`,
 }
 
-// translate gives the help of all commands in a language.
+// translate translates the help of all commands into a language.
 func translate(root *cobra.Command, l words.Language) {
 	if l == words.English {
 		return
@@ -33,8 +33,8 @@ func translate(root *cobra.Command, l words.Language) {
 	translateCommand(root, l)
 }
 
-// translateCommand translates a command and those below it: its short text, its flags, and of
-// its long text the end that all commands share which ask a console. The rest stays English.
+// translateCommand translates a command and its subcommands: the short text and the flags. Of
+// the long text it translates only operateLong, the end that all commands for a console share.
 func translateCommand(cmd *cobra.Command, l words.Language) {
 	cmd.Short = l.Say(cmd.Short)
 	if long, ok := strings.CutSuffix(cmd.Long, operateLong); ok {

@@ -24,8 +24,8 @@ func newVersion() *cobra.Command {
 	}
 }
 
-// versionLine reads what the Go tool stamped into the binary: a release's
-// version after go install, the commit after go build in a clone.
+// versionLine formats the build information of the binary: a release's version after
+// go install, the commit after go build in a clone.
 func versionLine(info *debug.BuildInfo, ok bool) string {
 	version := "(unknown)"
 	if ok && info.Main.Version != "" {
@@ -45,7 +45,8 @@ func versionLine(info *debug.BuildInfo, ok bool) string {
 	return strings.Join(append(line, runtime.Version(), runtime.GOOS+"/"+runtime.GOARCH), " ")
 }
 
-// programVersion is the version alone.
+// programVersion is the version alone, of at most 64 bytes; empty without build
+// information.
 func programVersion() string {
 	if info, ok := debug.ReadBuildInfo(); ok {
 		return info.Main.Version[:min(len(info.Main.Version), 64)]

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package access is how the CLI's commands get into a broker: TLS, and a user
-// with a password.
+// Package access holds the CLI's settings for the access to a broker: TLS, and a
+// user with a password.
 package access
 
 import (
@@ -23,35 +23,35 @@ import (
 	"github.com/nats-io/nats.go"
 )
 
-// A Mechanism is how Kafka is told a password.
+// A Mechanism is a SASL mechanism: how a Kafka client proves its password.
 type Mechanism string
 
-// The mechanisms. Plain sends the password itself, the others prove that both
-// sides know it.
+// The mechanisms. Plain sends the password itself. With the others both sides prove
+// that they know the password.
 const (
 	Plain       Mechanism = "plain"
 	ScramSHA256 Mechanism = "scram-sha-256"
 	ScramSHA512 Mechanism = "scram-sha-512"
 )
 
-// Mechanisms are all of them.
+// Mechanisms returns all mechanisms.
 func Mechanisms() []Mechanism { return []Mechanism{Plain, ScramSHA256, ScramSHA512} }
 
-// Config is what the flags say. The zero value is plain text and no user.
+// Config holds the values of the flags. The zero value means plain text and no user.
 type Config struct {
-	TLS       bool   // --tls; CA and Cert turn it on too
+	TLS       bool   // --tls; CA, Cert and Key turn TLS on, too
 	CA        string // --ca: a PEM file with the certificates to trust; unset: the system's
-	Cert, Key string // --cert, --key: PEM files of the client's own certificate
+	Cert, Key string // --cert, --key: PEM files with the client's own certificate and key
 
-	SASL         Mechanism // --sasl: Kafka's alone
+	SASL         Mechanism // --sasl: only for Kafka
 	User         string    // --user
 	PasswordFile string    // --password-file
 
-	// Prefix is what the flags' names begin with, such as "register-", for errors.
+	// Prefix is the first part of the flags' names, such as "register-". Errors use it.
 	Prefix string
 }
 
-// flags puts the prefix into the names of flags in a text.
+// flags inserts the prefix into the names of flags in a text.
 func (c Config) flags(text string) string { return strings.ReplaceAll(text, "--", "--"+c.Prefix) }
 
 // Any tells whether anything is set.
@@ -60,8 +60,8 @@ func (c Config) Any() bool { return c != Config{} }
 // WantsTLS tells whether any flag asks for TLS.
 func (c Config) WantsTLS() bool { return c.TLS || c.CA != "" || c.Cert != "" || c.Key != "" }
 
-// Validate reports everything that is wrong, in terms of flags. kafka says that
-// the broker is one, and so has mechanisms.
+// Validate reports all wrong combinations of flags, and names the flags. kafka says
+// that the broker is Kafka: only Kafka has mechanisms.
 func (c Config) Validate(kafka bool) error {
 	var errs []error
 	add := func(format string, args ...any) { errs = append(errs, fmt.Errorf(c.flags(format), args...)) }
@@ -82,12 +82,12 @@ func (c Config) Validate(kafka bool) error {
 	return errors.Join(errs...)
 }
 
-// A FlagError is a flag whose file cannot be used.
+// A FlagError names the flags whose files cannot be used.
 type FlagError struct{ error }
 
 func (e FlagError) Unwrap() error { return e.error }
 
-// Open reads the files. An error is a [FlagError].
+// Open reads the files. Its error is a [FlagError].
 func (c Config) Open() (*Access, error) {
 	a := &Access{user: c.User, mechanism: c.SASL}
 	var errs []error
@@ -123,17 +123,18 @@ func (c Config) Open() (*Access, error) {
 	return a, nil
 }
 
-// Access is what Config names, read. It is not changed.
+// Access holds the contents of a [Config]'s files. It does not change after
+// [Config.Open].
 type Access struct {
-	tls            *tls.Config // nil: plain text, or the system's certificates where a URL asks for TLS
+	tls            *tls.Config // nil: plain text, or the system's certificates if a URL asks for TLS
 	user, password string
 	mechanism      Mechanism
 }
 
-// TLS is a copy of the client's TLS configuration, nil without any.
+// TLS returns a copy of the client's TLS configuration, or nil.
 func (a *Access) TLS() *tls.Config { return a.tls.Clone() }
 
-// Kafka sets what sarama needs.
+// Kafka sets TLS and SASL in sarama's configuration.
 func (a *Access) Kafka(c *sarama.Config) {
 	if a.tls != nil {
 		c.Net.TLS.Enable, c.Net.TLS.Config = true, a.TLS()
@@ -146,8 +147,8 @@ func (a *Access) Kafka(c *sarama.Config) {
 	c.Net.SASL.SCRAMClientGeneratorFunc = func() sarama.SCRAMClient { return &scram{mechanism: a.mechanism} }
 }
 
-// KafkaError is an error of a connection with a hint. A broker that wants TLS or
-// a user, and gets neither, says nothing: it closes the connection.
+// KafkaError adds a hint to an error of a connection, if the broker closed it. A broker
+// that wants TLS or a user, and gets neither, closes the connection without an error.
 func KafkaError(err error) error {
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
 		return fmt.Errorf("%w: the broker closed the connection; it may want --tls or --ca, or --user and --sasl, or none of them", err)
@@ -155,10 +156,10 @@ func KafkaError(err error) error {
 	return err
 }
 
-// User is who logs in, and the password; empty if nobody does.
+// User returns the user and the password; both are empty without a user.
 func (a *Access) User() (name, password string) { return a.user, a.password }
 
-// NATS is what the client needs.
+// NATS returns the options for TLS and user of the NATS client.
 func (a *Access) NATS() []nats.Option {
 	var opts []nats.Option
 	if a.tls != nil {
@@ -170,14 +171,14 @@ func (a *Access) NATS() []nats.Option {
 	return opts
 }
 
-// URL is address with the user and the password, if there is one.
+// URL returns address with the user and the password, if there is a user.
 func (a *Access) URL(address string) (string, error) {
 	if a.user == "" {
 		return address, nil
 	}
 	u, err := url.Parse(address)
 	if err != nil {
-		return "", errors.New("--url: cannot be read") // its text may have a password
+		return "", errors.New("--url: cannot be read") // the text of err may have a password
 	}
 	u.User = url.UserPassword(a.user, a.password)
 	return u.String(), nil
@@ -190,7 +191,8 @@ const (
 	HTTPForm  = "http://user:password@host:port (or https)"
 )
 
-// NATSAddress tells whether address is of [NATSForm]. The scheme may be left out.
+// NATSAddress tells whether address is a list of addresses of [NATSForm]. The scheme
+// is optional.
 func NATSAddress(address string) bool {
 	for a := range strings.SplitSeq(address, ",") {
 		scheme, _, has := strings.Cut(a, "://")
@@ -221,7 +223,7 @@ func KafkaAddress(address string) bool {
 
 var userinfo = regexp.MustCompile(`(\w+://)?[^\s"]*@`)
 
-// Redact leaves users and passwords out of an address, of several, or of the
-// text of an error that repeats one. NATS needs no scheme. A password may have slashes and
-// commas, so of several addresses the last one's host is all that is left.
+// Redact replaces users and passwords in addresses, also in the text of an error, by
+// "...". A NATS address needs no scheme. A password may have slashes and commas, so of a
+// list of addresses only the last host stays.
 func Redact(text string) string { return userinfo.ReplaceAllString(text, "${1}...@") }

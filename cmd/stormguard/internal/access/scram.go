@@ -18,21 +18,21 @@ import (
 	"strings"
 )
 
-// scram is the client's side of SCRAM (RFC 5802), one conversation. sarama
-// leaves it to its users. Names and passwords go as they are: Kafka's brokers do
-// not prepare them by SASLprep either.
+// scram is the client's side of one conversation of SCRAM (RFC 5802). sarama has no
+// SCRAM of its own. scram sends names and passwords as they are: Kafka's brokers do not
+// prepare them by SASLprep.
 type scram struct {
 	mechanism Mechanism
 	password  string
 	nonce     string
 	header    string // GS2: no channel binding
 	first     string // the client's first message, without the header
-	signature []byte // what the broker must prove
-	step      int
+	signature []byte // the signature that the broker must send
+	step      int    // number of calls of Step
 }
 
-// Iterations of a password: RFC 7677's least, and more than anybody sets, so
-// that no broker keeps the client busy.
+// Limits for the iterations of a password. The least is that of RFC 7677. The most is
+// above all usual settings, and keeps a broker from wasting the client's CPU.
 const (
 	minIterations = 4096
 	maxIterations = 10_000_000
@@ -45,7 +45,7 @@ func (s *scram) hash() hash.Hash {
 	return sha256.New()
 }
 
-// Begin starts a conversation.
+// Begin starts a conversation. Its error is always nil.
 func (s *scram) Begin(user, password, authzID string) error {
 	if s.nonce == "" {
 		s.nonce = rand.Text()
@@ -61,7 +61,7 @@ func (s *scram) Begin(user, password, authzID string) error {
 	return nil
 }
 
-// Step answers a message of the broker; the first has none.
+// Step returns the answer to a message of the broker. The first call has no message.
 func (s *scram) Step(challenge string) (string, error) {
 	s.step++
 	switch s.step {
@@ -110,7 +110,7 @@ func (s *scram) prove(challenge string) (string, error) {
 	return last + ",p=" + base64.StdEncoding.EncodeToString(proof), nil
 }
 
-// verify looks at the broker's own proof.
+// verify checks the broker's own proof.
 func (s *scram) verify(final string) error {
 	text, ok := strings.CutPrefix(final, "v=")
 	if !ok {
@@ -130,7 +130,7 @@ func (s *scram) mac(key, text []byte) []byte {
 	return m.Sum(nil)
 }
 
-// fields takes the broker's first message apart: r=,s=,i= in this order.
+// fields splits the broker's first message: r=,s=,i= in this order.
 func fields(challenge string) (nonce, salt, count string, err error) {
 	parts := strings.SplitN(challenge, ",", 4)
 	if len(parts) < 3 {

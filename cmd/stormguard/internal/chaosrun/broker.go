@@ -16,24 +16,24 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
-// A broker is where a run publishes and consumes, on queues of its own.
+// A broker publishes and consumes on queues of the run's own.
 type broker interface {
 	// lay makes the run's queues; remove deletes them.
 	lay(ctx context.Context) error
 	remove(ctx context.Context)
-	// publish returns when the broker has the messages. After an error it may have some.
+	// publish returns when the broker has the messages. After an error the broker may have some.
 	publish(ctx context.Context, ms []message) error
-	// left is how many messages are not settled, as far as the broker tells.
+	// left returns the number of unsettled messages, as far as the broker tells.
 	left(ctx context.Context) (int, error)
-	// letters are the bodies in the DLQ.
+	// letters returns the bodies in the DLQ.
 	letters(ctx context.Context) ([][]byte, error)
-	// consume guards a consumer until ctx ends; a process of its own calls it, one of
-	// several that may run.
+	// consume runs a guarded consumer until ctx ends. Each consumer's process calls it on a
+	// broker of its own.
 	consume(ctx context.Context, g *guard.Guard, handle func(ctx context.Context, body []byte) error) error
 }
 
-// A message to publish. Those of one key keep their order. A broker that knows ids takes one
-// that comes twice once.
+// A message to publish. Messages of one key keep their order. A broker that knows ids takes a
+// message only once.
 type message struct {
 	id   string
 	key  string
@@ -43,8 +43,8 @@ type message struct {
 // A kind of broker.
 type kind struct {
 	open    func(Job) broker
-	own     brokers.Kind // what to start for a run that breaks it
-	found   brokers.Kind // what to look for without an address; empty: one is embedded
+	own     brokers.Kind // started for a run with faults of the broker
+	found   brokers.Kind // found or started if the run has no address; empty: an embedded one
 	ordered chaos.Redelivery
 }
 
@@ -54,10 +54,10 @@ var kinds = map[string]kind{
 	"rabbitmq": {func(j Job) broker { return newRabbitMQ(j) }, brokers.RabbitMQ, brokers.RabbitMQ, chaos.Redelivers},
 }
 
-// Brokers are the names of the brokers that a run knows.
+// Brokers returns the names that Config.Broker may have, sorted.
 func Brokers() []string { return slices.Sorted(maps.Keys(kinds)) }
 
-// patiently tries for three minutes, as whoever starts processes would: a process may begin
+// patiently retries for three minutes, as a supervisor of processes would: a process may start
 // while the network or the broker is broken.
 func patiently[T any](ctx context.Context, try func() (T, error)) (T, error) {
 	for over := time.Now().Add(3 * time.Minute); ; wait(ctx, 100*time.Millisecond) {

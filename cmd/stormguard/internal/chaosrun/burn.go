@@ -11,8 +11,8 @@ import (
 	"sync/atomic"
 )
 
-// burn has as many processes compute as there are processors. What it returns ends them, and
-// says how many milliseconds of processor time they had.
+// burn starts a computing process for each processor. end stops the processes, and returns
+// their processor time in milliseconds.
 func burn(exe string) (end func() (ms int, err error), err error) {
 	var all []*process
 	end = func() (ms int, err error) {

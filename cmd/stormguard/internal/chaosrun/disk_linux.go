@@ -12,10 +12,10 @@ import (
 	"time"
 )
 
-// A disk is a small file system of the run's own, in memory, for what the consumers keep.
+// A disk is a small file system in memory, of the run's own, for the consumers' files.
 type disk struct{ at string }
 
-// diskSize is room for what the consumers keep of the messages in flight, many times over.
+// diskSize is many times the size of the consumers' files for messages in flight.
 const diskSize = "size=64m"
 
 func newDisk(at string) (*disk, error) {
@@ -30,7 +30,7 @@ func newDisk(at string) (*disk, error) {
 
 func (d *disk) filler() string { return filepath.Join(d.at, "filler") }
 
-// fill takes all room, and returns how many KiB there were.
+// fill fills the disk with one file, and returns the size of this file in KiB.
 func (d *disk) fill() (kib int, err error) {
 	f, err := os.OpenFile(d.filler(), os.O_CREATE|os.O_WRONLY|os.O_TRUNC, 0o600)
 	if err != nil {
@@ -51,11 +51,12 @@ func (d *disk) fill() (kib int, err error) {
 	return total >> 10, errors.Join(err, f.Close())
 }
 
-// free gives the room back.
+// free removes the file of fill.
 func (d *disk) free() error { return os.Remove(d.filler()) }
 
-// close unmounts it. A child that another goroutine starts has every open file until its
-// exec, so it may be busy for a moment. One that stays busy is detached, which leaves no mount.
+// close unmounts the disk. A child that another goroutine starts has every open file until its
+// exec, so the disk may be busy for a moment. close detaches a disk that stays busy: this leaves
+// no mount.
 func (d *disk) close() (err error) {
 	for range 1000 {
 		if err = syscall.Unmount(d.at, 0); !errors.Is(err, syscall.EBUSY) {

@@ -7,5 +7,5 @@ package chaosrun
 
 import "os"
 
-// freeze and thaw are refused by a system that has no such signals.
+// freeze and thaw are signals that this system refuses to send: it cannot stop a process.
 var freeze, thaw = os.Interrupt, os.Interrupt

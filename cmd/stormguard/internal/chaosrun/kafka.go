@@ -16,15 +16,15 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// onKafka is a topic of a partition for each consumer, its group, and the topic of the
+// onKafka is a topic with one partition for each consumer, its group, and the topic of the
 // dead letters.
 type onKafka struct {
 	addrs              []string
 	topic, dead, group string
 	consumers          int
 	mutant             Mutant
-	member             string // empty: a new one for each process
-	oneByOne           bool   // of several messages sarama may write a later one and give an earlier one up
+	member             string // static member's name; empty: each process is a new member
+	oneByOne           bool   // sends single messages: of several, sarama may write a later one and drop an earlier one
 
 	client   sarama.Client
 	admin    sarama.ClusterAdmin

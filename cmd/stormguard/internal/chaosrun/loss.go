@@ -8,17 +8,17 @@ import (
 	"sync"
 )
 
-// losses are the packets that the consumers lose while a loss lasts. The schedule's goroutine
-// starts and ends processes; that of the loss ends it.
+// losses makes the consumers lose packets while a loss lasts, and counts them. The schedule's
+// goroutine begins a loss, and starts and ends processes. The loss's own goroutine ends the loss.
 type losses struct {
 	mu      sync.Mutex
-	percent int         // 0 while none lasts
-	timers  map[int]int // of each process that runs: its timers at the begin of the loss
-	packets int         // of this loss
-	fired   int         // timers of this loss
+	percent int         // part of the lost packets; 0 without a loss
+	timers  map[int]int // by pid of each running process: its fired timers at the begin of the loss
+	packets int         // packets lost in this loss, by ended processes
+	fired   int         // timers fired in this loss, by ended processes
 }
 
-// begin begins a loss of so many percent for all that run.
+// begin begins a loss of percent of the packets, for all running processes.
 func (l *losses) begin(percent int) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -49,7 +49,7 @@ func (l *losses) started(pid int) error {
 	return l.lose(pid)
 }
 
-// ends removes one that is about to end.
+// ends removes a process that is about to end.
 func (l *losses) ends(pid int) (err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -74,7 +74,7 @@ func (l *losses) count(pid int) error {
 	return keepAll(pid)
 }
 
-// soFar is how many packets this loss has cost.
+// soFar is the number of packets that this loss has dropped.
 func (l *losses) soFar() (packets int, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -89,7 +89,7 @@ func (l *losses) soFar() (packets int, err error) {
 	return packets, nil
 }
 
-// end ends the loss, and is what it did.
+// end ends the loss, and returns how many packets it dropped and how many timers fired.
 func (l *losses) end() (packets, fired int, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -14,37 +14,37 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// A Mutant is a consumer that is wrong on purpose, so that an oracle is seen to find it.
+// A Mutant is a consumer with a bug on purpose. It shows that a check of the report finds the bug.
 type Mutant string
 
-// The mutants, and the figure of the report that shows each.
+// The mutants, each with the figure of the report that shows it.
 const (
 	AckFirst     Mutant = "ack-first"     // acks before the effect: lost
-	Swallow      Mutant = "swallow"       // acks what failed: lost
-	EarlyLetter  Mutant = "early-letter"  // calls a dead letter confirmed before it is written: lost
+	Swallow      Mutant = "swallow"       // acks failed messages: lost
+	EarlyLetter  Mutant = "early-letter"  // confirms a dead letter before the write: lost
 	DropPoison   Mutant = "drop-poison"   // acks poison: lost
 	LoseSpill    Mutant = "lose-spill"    // begins with an empty spill: lost
-	NoOnce       Mutant = "no-once"       // has no marks: duplicate_effects
+	NoOnce       Mutant = "no-once"       // uses no marks: duplicate_effects
 	LostSync     Mutant = "lost-sync"     // its marks die with the process: duplicate_effects
-	OwnMarks     Mutant = "own-marks"     // each of several consumers has marks of its own: duplicate_effects
+	OwnMarks     Mutant = "own-marks"     // several consumers do not share their marks: duplicate_effects
 	BuryAll      Mutant = "bury-all"      // takes an outage for a permanent error: healthy_dead_letters
-	ChargePoison Mutant = "charge-poison" // has the effect of poison, too: poison_effects
+	ChargePoison Mutant = "charge-poison" // makes the effect of poison, too: poison_effects
 	Unordered    Mutant = "unordered"     // four workers, and every second message takes longer: out_of_order
 	StopsShort   Mutant = "stops-short"   // handles nothing after a hundred messages: drained
 	Slow         Mutant = "slow"          // takes 400 ms for one message in twenty: p99_ms of a schedule with gates
-	Flaky        Mutant = "flaky"         // fails once with one message in fifty: error_percent of one
-	Idle         Mutant = "idle"          // does nothing if it is not the first consumer: longest_ms of one
+	Flaky        Mutant = "flaky"         // fails once with one message in fifty: error_percent of a schedule with gates
+	Idle         Mutant = "idle"          // does nothing if it is not the first consumer: longest_ms of a schedule with gates
 )
 
-// Mutants are all of them.
+// Mutants returns all mutants.
 func Mutants() []Mutant {
 	return []Mutant{AckFirst, Swallow, EarlyLetter, DropPoison, LoseSpill, NoOnce, LostSync, OwnMarks, BuryAll, ChargePoison, Unordered, StopsShort, Slow, Flaky, Idle}
 }
 
-// early is how long before its write a letter is called confirmed.
+// early is the time from the confirmation of a letter to its write.
 const early = time.Second
 
-// prepare changes what a job begins with.
+// prepare changes the job and the guard's configuration for the mutant.
 func (m Mutant) prepare(j *Job, cfg *guard.Config) error {
 	switch m {
 	case Unordered:
@@ -63,7 +63,7 @@ func (m Mutant) prepare(j *Job, cfg *guard.Config) error {
 	return nil
 }
 
-// writer changes what dead letters are written by.
+// writer changes the dead-letter writer for the mutant.
 func (m Mutant) writer(w dlq.Writer) dlq.Writer {
 	if m != EarlyLetter {
 		return w

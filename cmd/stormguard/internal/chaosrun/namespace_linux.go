@@ -15,8 +15,8 @@ import (
 	"syscall"
 )
 
-// ownNetwork starts a process in a network namespace of its own, and, without root, as root
-// of a user namespace of its own.
+// ownNetwork returns attributes that start a process in a network namespace of its own. Without
+// root the process is root of a user namespace of its own.
 func ownNetwork() *syscall.SysProcAttr {
 	a := &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
 	if os.Getuid() != 0 {
@@ -27,7 +27,8 @@ func ownNetwork() *syscall.SysProcAttr {
 	return a
 }
 
-// tryNamespaces says what this machine lacks for faults of the network.
+// tryNamespaces returns an error if this machine lacks a tool or a right for faults of the
+// network.
 func tryNamespaces() error {
 	for _, args := range [][]string{{"ip", "link", "set", "lo", "up"}, {"nft", lossRules(5)}, {"nsenter", "--version"}} {
 		cmd, err := tool(args...)
@@ -42,7 +43,7 @@ func tryNamespaces() error {
 	return nil
 }
 
-// tool is a command with a program that may be an administrator's.
+// tool makes a command. Its program may be in the directories for administrators.
 func tool(args ...string) (*exec.Cmd, error) {
 	for _, dir := range []string{"", "/usr/sbin/", "/sbin/"} {
 		if path, err := exec.LookPath(dir + args[0]); err == nil {
@@ -59,7 +60,7 @@ func runs(cmd *exec.Cmd) error {
 	return nil
 }
 
-// wake makes the loopback of the namespace work that this process is in.
+// wake starts the loopback interface in the namespace of this process.
 func wake() error {
 	cmd, err := tool("ip", "link", "set", "lo", "up")
 	if err != nil {
@@ -68,14 +69,14 @@ func wake() error {
 	return runs(cmd)
 }
 
-// lossRules drop so many percent of the packets that come in. On the loopback those are the
-// packets of both ways.
+// lossRules are nft rules that drop percent of the incoming packets. On the loopback these are
+// the packets of both directions.
 func lossRules(percent int) string {
 	return fmt.Sprintf("add table inet chaos; add chain inet chaos input { type filter hook input priority 0; }; "+
 		"add rule inet chaos input meta l4proto tcp numgen random mod 100 < %d counter drop", percent)
 }
 
-// enter is nft in the namespace of a process.
+// enter makes a command that runs nft in the namespace of a process.
 func enter(pid int, args ...string) (*exec.Cmd, error) {
 	nft, err := tool("nft")
 	if err != nil {
@@ -88,7 +89,7 @@ func enter(pid int, args ...string) (*exec.Cmd, error) {
 	return tool(append(append(in, nft.Path), args...)...)
 }
 
-// lose begins to lose packets of a process.
+// lose starts dropping packets of a process.
 func lose(pid, percent int) error {
 	cmd, err := enter(pid, lossRules(percent))
 	if err != nil {
@@ -99,7 +100,7 @@ func lose(pid, percent int) error {
 
 var packets = regexp.MustCompile(`packets (\d+)`)
 
-// dropped is how many packets a process has lost.
+// dropped is the number of packets that a process has lost.
 func dropped(pid int) (n int, err error) {
 	cmd, err := enter(pid, "list", "chain", "inet", "chaos", "input")
 	if err != nil {
@@ -125,8 +126,8 @@ func keepAll(pid int) error {
 	return runs(cmd)
 }
 
-// timers is how often the kernel sent something again in the namespace of a process because
-// no answer came in time.
+// timers is how often the kernel sent a packet again in the namespace of a process, because no
+// answer came in time.
 func timers(pid int) (fired int, err error) {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/net/netstat", pid))
 	if err != nil {

@@ -19,7 +19,7 @@ import (
 	"github.com/stormguard-mq/stormguard/once"
 )
 
-// natsMarks are marks that several consumers share.
+// natsMarks opens a store of marks in NATS, for several consumers.
 func natsMarks(url, bucket string, d dialer) (once.Store, func() error, error) {
 	nc, err := natsgo.Connect(url, natsgo.MaxReconnects(-1), natsgo.SetCustomDialer(d))
 	if err != nil {
@@ -37,7 +37,7 @@ func natsMarks(url, bucket string, d dialer) (once.Store, func() error, error) {
 	return marks, end, nil
 }
 
-// startNATS starts a server in this process, which nobody kills.
+// startNATS starts a server in this process. No fault kills it.
 func startNATS(ctx context.Context) (url string, stop func(), err error) {
 	dir, err := os.MkdirTemp("", "stormguard-chaos-")
 	if err != nil {
@@ -69,19 +69,19 @@ func startNATS(ctx context.Context) (url string, stop func(), err error) {
 type onNATS struct {
 	mutant                     Mutant
 	url, stream, subject, dead string
-	confirmWithin              time.Duration // a batch
+	confirmWithin              time.Duration // time limit for the confirmation of a batch
 
 	nc *natsgo.Conn
 	js jetstream.JetStream
 }
 
-// natsAckWait is short, so that what a killed process had comes again soon.
+// natsAckWait is short, so that a killed process's messages are redelivered soon.
 const natsAckWait = time.Second
 
 func newNATS(j Job) *onNATS {
 	return &onNATS{
 		mutant: j.Mutant, url: j.URL, stream: "CHAOS_" + j.ID, subject: "chaos." + j.ID, dead: "CHAOS_" + j.ID + "_DLQ",
-		confirmWithin: j.confirmsWithin(5 * time.Second), // a broken connection loses an answer without a word
+		confirmWithin: j.confirmsWithin(5 * time.Second), // a broken connection loses an answer without an error
 	}
 }
 

@@ -18,33 +18,33 @@ import (
 	"time"
 )
 
-// A consumer whose network is to fail has a network namespace of its own, from which it
-// reaches nothing but itself:
+// If a schedule has faults of the network, each consumer has a network namespace of its own.
+// From there it reaches only itself:
 //
 //	namespace of a consumer                           the run
 //	client ── TCP, loses packets ── its carrier ── unix socket ── network ── TCP ── broker
 //	       ─────────────────────────────────────── unix socket ── network ── TCP ── dependency, recorder, marks
 //
-// The carrier listens on the broker's own address, so no client needs to know of it.
+// The carrier listens on the broker's own address, so no client needs to know of the carrier.
 
 const (
-	chunk  = 64 << 10
-	lately = 100 * time.Millisecond // how late a delay is
+	chunk  = 64 << 10               // bytes read at once
+	lately = 100 * time.Millisecond // how late a delay makes a read
 )
 
-// network carries the connections of the consumers, and those to the broker as its faults
-// let it. Goroutines: one accepts, two carry a connection; close ends them.
+// network carries the connections of the consumers. Its faults hit only connections to the
+// broker. Goroutines: one accepts, two carry a connection; close ends them.
 type network struct {
-	path   string   // of the unix socket
-	broker []string // its addresses
+	path   string   // path of the unix socket
+	broker []string // addresses of the broker
 	l      net.Listener
 
 	mu    sync.Mutex
-	held  chan struct{} // not nil in a blackhole; closed at its end
-	late  bool
-	count int               // reads that were held or came late
-	conns map[net.Conn]bool // both ends of each; true for the broker's
-	over  bool
+	held  chan struct{}     // not nil in a blackhole; closed at its end
+	late  bool              // a delay is on
+	count int               // reads that were held or late in this fault
+	conns map[net.Conn]bool // both ends of each connection; true if it leads to the broker
+	over  bool              // close was called
 	wg    sync.WaitGroup
 }
 
@@ -69,10 +69,11 @@ func newNetwork(dir, broker, address string) (*network, error) {
 	return n, nil
 }
 
-// ports are those of addresses without one.
+// ports are the default ports, by broker.
 var ports = map[string]string{"nats": "4222", "kafka": "9092", "rabbitmq": "5672"}
 
-// loopback are the addresses of a broker. All that it tells its clients must be among them.
+// loopback returns the addresses of a broker, and refuses any outside the loopback. They must
+// include all addresses that the broker tells its clients.
 func loopback(broker, address string) (all []string, err error) {
 	for a := range strings.SplitSeq(address, ",") {
 		if !strings.Contains(a, "://") {
@@ -80,7 +81,7 @@ func loopback(broker, address string) (all []string, err error) {
 		}
 		u, err := url.Parse(a)
 		if err != nil {
-			return nil, fmt.Errorf("chaos: url: of %s: not an address", broker) // it may have a password
+			return nil, fmt.Errorf("chaos: url: of %s: not an address", broker) // the address may have a password
 		}
 		host := u.Hostname()
 		a = net.JoinHostPort(host, cmp.Or(u.Port(), ports[broker]))
@@ -92,7 +93,7 @@ func loopback(broker, address string) (all []string, err error) {
 	return all, nil
 }
 
-// connect joins a consumer's connection to where its first line says.
+// connect joins a consumer's connection to the address in its first line.
 func (n *network) connect(c net.Conn) {
 	to, err := firstLine(c)
 	if err != nil {
@@ -124,7 +125,7 @@ func (n *network) connect(c net.Conn) {
 	delete(n.conns, d)
 }
 
-// firstLine reads no byte more than the line.
+// firstLine reads the first line, and no byte after it.
 func firstLine(c net.Conn) (line string, err error) {
 	_ = c.SetReadDeadline(time.Now().Add(askFor))
 	defer func() { _ = c.SetReadDeadline(time.Time{}) }()
@@ -138,8 +139,8 @@ func firstLine(c net.Conn) (line string, err error) {
 	}
 }
 
-// carry copies both ways. It calls pass in front of each write. The end of one way ends that
-// way; an error breaks both connections.
+// carry copies in both directions, and calls pass before each write. An end of the input ends
+// its direction; an error breaks both connections.
 func carry(a, b net.Conn, pass func()) {
 	var both sync.WaitGroup
 	for _, way := range [][2]net.Conn{{a, b}, {b, a}} {
@@ -157,7 +158,7 @@ func carry(a, b net.Conn, pass func()) {
 func carryOne(from, to net.Conn, pass func()) error {
 	for buf := make([]byte, chunk); ; {
 		k, err := from.Read(buf)
-		pass() // an end, too
+		pass() // delays an end of the input, too
 		if k > 0 {
 			if _, err := to.Write(buf[:k]); err != nil {
 				return err
@@ -173,7 +174,7 @@ func carryOne(from, to net.Conn, pass func()) error {
 	}
 }
 
-// reset closes a connection, and a TCP connection so that the other end sees it broken.
+// reset closes a connection. The other end of a TCP connection sees a broken connection.
 func reset(c net.Conn) {
 	if t, ok := c.(*net.TCPConn); ok {
 		_ = t.SetLinger(0)
@@ -197,8 +198,8 @@ func (n *network) pass() {
 	}
 }
 
-// set begins a delay or a blackhole, or, with neither, ends it and says how many reads that
-// held or made late.
+// set begins a delay or a blackhole. With neither it ends the fault, and returns how many reads
+// the fault held or made late.
 func (n *network) set(late, held bool) (count int) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -214,14 +215,14 @@ func (n *network) set(late, held bool) (count int) {
 	return count
 }
 
-// soFar is how many reads were held or came late.
+// soFar is the number of reads that this fault has held or made late.
 func (n *network) soFar() int {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	return n.count
 }
 
-// reset breaks all connections to the broker, and says how many.
+// reset breaks all connections to the broker, and returns their number.
 func (n *network) reset() (broken int) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -234,7 +235,7 @@ func (n *network) reset() (broken int) {
 	return broken / 2
 }
 
-// close breaks everything.
+// close closes the socket and all connections, and waits for the goroutines.
 func (n *network) close() {
 	_ = n.l.Close()
 	n.set(false, false)
@@ -247,10 +248,10 @@ func (n *network) close() {
 	n.wg.Wait()
 }
 
-// A dialer connects through a network, or, if that has no path, by itself. It is the
+// A dialer connects through a network's unix socket, or, without a path, directly. It is the
 // nats.CustomDialer of the marks.
 type dialer struct {
-	Path string `json:"path"`
+	Path string `json:"path"` // of the unix socket; empty connects directly
 }
 
 func (d dialer) DialContext(ctx context.Context, addr string) (net.Conn, error) {
@@ -271,8 +272,8 @@ func (d dialer) Dial(_, addr string) (net.Conn, error) {
 	return d.DialContext(context.Background(), addr)
 }
 
-// listenAs carries what comes to the broker's addresses, in a consumer's namespace, until the
-// process ends.
+// listenAs is the carrier: in a consumer's namespace it listens on the broker's addresses and
+// carries their connections, until the process ends.
 func (d dialer) listenAs(addrs []string) error {
 	for _, addr := range addrs {
 		l, err := net.Listen("tcp", addr) //nolint:noctx // the loopback

@@ -15,16 +15,16 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// onRabbitMQ is a quorum queue, and that of the dead letters.
+// onRabbitMQ is a quorum queue, and a second one for the dead letters.
 type onRabbitMQ struct {
 	mutant           Mutant
 	url, queue, dead string
 
-	confirmWithin time.Duration // a batch
+	confirmWithin time.Duration // time limit for the confirmation of a batch
 
 	conn *amqp091.Connection
 	ch   *amqp091.Channel
-	got  [][]byte // dead letters
+	got  [][]byte // dead letters read so far
 
 	returned chan amqp091.Return // messages that no queue took
 }
@@ -32,11 +32,11 @@ type onRabbitMQ struct {
 func newRabbitMQ(j Job) *onRabbitMQ {
 	return &onRabbitMQ{
 		mutant: j.Mutant, url: j.URL, queue: "chaos." + j.ID, dead: "chaos." + j.ID + ".dlq",
-		confirmWithin: j.confirmsWithin(10 * time.Second), // a quorum queue that has just come back may lose a message
+		confirmWithin: j.confirmsWithin(10 * time.Second), // a quorum queue may lose a message after a restart
 	}
 }
 
-// connect makes the connection anew when it is broken.
+// connect opens a new connection if the old one is broken.
 func (b *onRabbitMQ) connect() (err error) {
 	if b.ch != nil && !b.ch.IsClosed() {
 		return nil
@@ -59,7 +59,7 @@ func (b *onRabbitMQ) lay(context.Context) error {
 		return err
 	}
 	for _, name := range []string{b.queue, b.dead} {
-		// Kills count as deliveries, so a limit would drop what was in flight often.
+		// Kills count as deliveries, so a limit would drop messages that were often in flight.
 		args := amqp091.Table{amqp091.QueueTypeArg: amqp091.QueueTypeQuorum, "x-delivery-limit": 1_000_000}
 		if _, err := b.ch.QueueDeclare(name, true, false, false, false, args); err != nil {
 			return fmt.Errorf("declare queue %s: %w", name, err)
@@ -94,7 +94,7 @@ func (b *onRabbitMQ) publish(ctx context.Context, ms []message) error {
 	defer cancel()
 	for _, c := range waits {
 		if ok, err := c.WaitContext(limited); err != nil || !ok {
-			_ = b.ch.Close() // connect begins anew
+			_ = b.ch.Close() // connect then opens a new one
 			return errors.Join(err, fmt.Errorf("confirmed: %t", ok))
 		}
 	}
@@ -108,8 +108,8 @@ func (b *onRabbitMQ) publish(ctx context.Context, ms []message) error {
 	return nil
 }
 
-// left sees what is ready only: what a consumer has is ready again after its end, and the
-// run's own record tells when nothing is.
+// left sees only ready messages. A consumer's messages are ready again after its end; before,
+// the run's own record counts them.
 func (b *onRabbitMQ) left(context.Context) (int, error) {
 	if err := b.connect(); err != nil {
 		return 0, err
@@ -127,7 +127,7 @@ func (b *onRabbitMQ) letters(context.Context) ([][]byte, error) {
 		if err != nil || !ok {
 			return b.got, err
 		}
-		b.got = append(b.got, d.Body) // it is gone there, so it counts for the next try, too
+		b.got = append(b.got, d.Body) // the queue has deleted the letter: a retry needs it, too
 	}
 }
 

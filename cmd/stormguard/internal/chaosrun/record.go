@@ -18,8 +18,8 @@ import (
 	"github.com/stormguard-mq/stormguard/chaos"
 )
 
-// record is what the run saw. The processes tell it over two servers: the dependency, which
-// an outage closes, has the effects; the recorder, which nothing closes, the rest.
+// record holds the events of the run. The processes report them to two servers. The dependency
+// takes the effects, and an outage closes it. The recorder takes the rest, and no fault closes it.
 type record struct {
 	began time.Time
 
@@ -28,8 +28,8 @@ type record struct {
 	happened map[int]bool
 	handled  []chaos.Effect
 	failed   []chaos.Effect
-	healthy  int // published, that are to have an effect
-	found    int // by the processes, in the spill of the one before
+	healthy  int // published healthy messages
+	found    int // messages that processes found in the spill of the process before
 	messages []chaos.Message
 }
 
@@ -37,14 +37,14 @@ func newRecord() *record { return &record{began: time.Now(), happened: make(map[
 
 func (r *record) now() chaos.Instant { return time.Since(r.began) }
 
-// made is how many healthy messages had their effect.
+// made is the number of messages that had their effect.
 func (r *record) made() int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return len(r.happened)
 }
 
-// published adds messages that the broker has; sent is when each was handed to it, or was to be.
+// published adds messages that the broker has. sent is when each was sent, or was due.
 func (r *record) published(ms []body, sent []chaos.Instant) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -56,14 +56,14 @@ func (r *record) published(ms []body, sent []chaos.Instant) {
 	}
 }
 
-// backlog is how many healthy messages have no effect yet.
+// backlog is the number of healthy messages without an effect.
 func (r *record) backlog() int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.healthy - len(r.happened)
 }
 
-// answer does what a process asks, in a line: the command, its number, the message.
+// answer executes a line of a process: the command, the process's number, the message's id.
 func (r *record) answer(line string) (string, error) {
 	words := strings.Fields(line)
 	if len(words) != 3 {
@@ -110,8 +110,8 @@ type listener struct {
 	wg    sync.WaitGroup
 }
 
-// serve takes a port below the range that systems give to outgoing connections: while it
-// is down, none of those must be able to get it.
+// serve starts a listener on a port below the range of outgoing connections: while the listener
+// is down, no outgoing connection must take its port.
 func serve(answer func(string) (string, error)) (s *listener, err error) {
 	s = &listener{answer: answer, conns: make(map[net.Conn]bool)}
 	for range 100 {
@@ -123,7 +123,7 @@ func serve(answer func(string) (string, error)) (s *listener, err error) {
 	return nil, fmt.Errorf("no free port on the loopback: %w", err)
 }
 
-// up listens, after down on the same port.
+// up listens; after down it uses the same port.
 func (s *listener) up() error {
 	l, err := net.Listen("tcp", s.addr) //nolint:noctx // loopback
 	if err != nil {
@@ -183,7 +183,7 @@ func (s *listener) down() {
 	s.wg.Wait()
 }
 
-// A client asks a server, over one connection at a time. It is for one goroutine.
+// A client asks a server over one connection. Only one goroutine at a time may use it.
 type client struct {
 	addr string
 	dial dialer
@@ -191,10 +191,10 @@ type client struct {
 	r    *bufio.Reader
 }
 
-// askFor is how long an answer may take.
+// askFor is the time limit for an answer.
 const askFor = 10 * time.Second
 
-// errSent is an error after the line was sent: whether it arrived is not known.
+// errSent is an error after the line was sent: the server may have got it.
 var errSent = errors.New("chaos: no answer")
 
 func (c *client) ask(ctx context.Context, format string, args ...any) (string, error) {

@@ -3,9 +3,9 @@
 
 // Package chaosrun runs a schedule of faults against guarded consumers on real brokers.
 //
-// The run is one process: it publishes, is the dependency, keeps the record, and starts
-// consumers as processes of their own, which it kills or stops and starts again. Nothing that
-// a killed process knew is needed to judge it.
+// The run is one process: it publishes messages, serves the dependency and keeps the record.
+// It starts consumers as processes of their own, kills or stops them, and starts them again.
+// Its judgement needs no data of a killed process.
 package chaosrun
 
 import (
@@ -30,35 +30,37 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
-// Config is a run.
+// Config describes a run.
 type Config struct {
-	Broker   string // of Brokers
-	URL      string // empty: an embedded NATS, or a broker that is found or started
+	Broker   string // one of Brokers
+	URL      string // the broker's address; empty: an embedded NATS, or a broker that is found or started
 	Schedule chaos.Schedule
-	Messages int           // at least; publishing goes on until the last fault
-	Rate     int           // published a second, whatever becomes of them; 0: as fast as the consumers
-	Drain    time.Duration // how long after the last fault everything may take
-	Mutant   Mutant
-	Spill    bool   // each consumer spills to disk, and keeps its state there
-	Exe      string // the program that has "chaos worker"; empty: this one
+	Messages int           // least number of messages; publishing goes on until the last fault
+	Rate     int           // messages published per second, also without consumers; 0: as fast as the consumers
+	Drain    time.Duration // time limit after the last fault
+	Mutant   Mutant        // empty: consumers without a bug
+	Spill    bool          // each consumer spills to disk, and keeps its state there
+	Exe      string        // the program with the command "chaos worker"; empty: this program
 }
 
 const (
-	inFlight    = 400 // published and without an effect, at most
-	batch       = 50
-	keys        = 3  // for each consumer
-	poisonEvery = 97 // no multiple of a number of keys
-	pad         = 200
-	stuckAfter  = time.Minute     // without an effect: the run gives up; without a hit: a fault of the network
-	idleAfter   = 2 * time.Second // without an effect: one batch more is published
+	inFlight    = 400 // most published messages without an effect
+	batch       = 50  // most messages published at once
+	keys        = 3   // keys for each consumer
+	poisonEvery = 97  // no multiple of a number of keys
+	pad         = 200 // bytes of padding in each message
+	// stuckAfter limits two waits: for an effect, after which the run gives up, and for a hit
+	// of a fault of the network, after which the fault ends.
+	stuckAfter = time.Minute
+	idleAfter  = 2 * time.Second // without an effect for so long, one batch more is published
 
-	// settled is how long a new queue is left alone before its broker is killed: RabbitMQ may
-	// not find the leader of a younger one again.
+	// settled is the time between making a queue and killing its broker. RabbitMQ may not
+	// find the leader of a younger queue again.
 	settled = 6 * time.Second
 )
 
-// Run runs a schedule, and returns what happened. The error is about the run, not about
-// what it found.
+// Run runs a schedule, and returns its history. The error is about the run itself, not about
+// bugs that it found.
 func Run(ctx context.Context, cfg Config, stderr io.Writer) (h chaos.History, err error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -79,7 +81,7 @@ func Run(ctx context.Context, cfg Config, stderr io.Writer) (h chaos.History, er
 		}
 	})
 	if err = r.faults(ctx); err != nil {
-		stopPublishing() // a broker that takes nothing must not keep the report
+		stopPublishing() // a broker that takes no messages must not delay the report
 	}
 	close(faultsOver)
 	publishing.Wait()
@@ -109,7 +111,8 @@ func Run(ctx context.Context, cfg Config, stderr io.Writer) (h chaos.History, er
 	}, nil
 }
 
-// run is a run in course. Its goroutine alone has what is not the record's.
+// run is the state of a run. Only the goroutine of Run writes its fields. record, network and
+// losses have locks of their own.
 type run struct {
 	*record
 
@@ -117,25 +120,25 @@ type run struct {
 	stderr     io.Writer
 	schedule   chaos.Schedule
 	broker     broker
-	job        Job // of the next process, but for what is a consumer's
+	job        Job // of the next process; start sets the fields of its consumer
 	dependency *listener
 	recorder   *listener
 	own        *brokers.Broker // nil without faults of the broker
-	network    *network        // nil without faults of it
+	network    *network        // nil without faults of the network
 	losses     losses
-	dir        string
+	dir        string                  // temporary directory of the run
 	full       *disk                   // nil without faults of the disk
-	keep       string                  // where the consumers keep what outlives them: dir, or the disk
-	cancel     context.CancelCauseFunc // of the run
-	stop       func()
+	keep       string                  // directory for files that outlive a process: dir, or the disk
+	cancel     context.CancelCauseFunc // cancels the run
+	stop       func()                  // stops the brokers that the run started
 
-	consumers []*process // nil for one that does not run
+	consumers []*process // by consumer; nil while it does not run
 	starts    []chaos.Start
 	fired     []chaos.Fired
 	drained   *chaos.Instant
 }
 
-// process is a consumer.
+// process is a running consumer.
 type process struct {
 	cmd   *exec.Cmd
 	stdin io.Closer
@@ -224,8 +227,8 @@ func (r *run) has(kinds ...chaos.Kind) bool {
 	return slices.ContainsFunc(r.schedule.Faults, func(f chaos.Fault) bool { return slices.Contains(kinds, f.Kind) })
 }
 
-// order is what the broker keeps of the order in this run. One that redelivers also does so
-// after a broken connection, in the middle of a process.
+// order says how the broker keeps the order in this run. A broker that redelivers also
+// redelivers after a broken connection, while the process goes on.
 func (r *run) order() chaos.Redelivery {
 	ordered := kinds[r.cfg.Broker].ordered
 	if ordered != chaos.KeepsOrder && (r.job.Consumers > 1 || r.network != nil || r.own != nil) {
@@ -234,7 +237,7 @@ func (r *run) order() chaos.Redelivery {
 	return ordered
 }
 
-// address is where the broker is, and how to end it if it was started for this run.
+// address returns the broker's address. stop stops the broker if the run started it.
 func (r *run) address(ctx context.Context) (url string, stop func(), err error) {
 	k, none := kinds[r.cfg.Broker], func() {}
 	switch {
@@ -260,7 +263,7 @@ func (r *run) address(ctx context.Context) (url string, stop func(), err error) 
 func (r *run) close(ctx context.Context) error {
 	for c, p := range r.consumers {
 		if p != nil {
-			_ = r.kill(c) // it may have ended
+			_ = r.kill(c) // the process may have ended
 		}
 	}
 	if r.network != nil {
@@ -284,7 +287,7 @@ func (r *run) close(ctx context.Context) error {
 	return errors.Join(err, os.RemoveAll(r.dir))
 }
 
-// disk is where a consumer has what outlives it.
+// disk is the path of a consumer's file or directory that outlives its process.
 func (r *run) disk(consumer int, what string) string {
 	return filepath.Join(r.keep, fmt.Sprint(what, "-", consumer))
 }
@@ -305,7 +308,7 @@ func (r *run) start(consumer int) error {
 	if r.network != nil {
 		cmd.SysProcAttr = ownNetwork()
 	}
-	stdin, err := cmd.StdinPipe() // it ends with us
+	stdin, err := cmd.StdinPipe() // closes with this process, and so ends the worker
 	if err != nil {
 		return err
 	}
@@ -317,8 +320,8 @@ func (r *run) start(consumer int) error {
 	return r.losses.started(cmd.Process.Pid)
 }
 
-// kill kills a consumer. One that had ended by itself was not killed, and is an error:
-// the fault did not happen.
+// kill kills a consumer. It returns an error if the consumer had already ended by itself:
+// then the fault did not happen.
 func (r *run) kill(consumer int) error {
 	cmd := r.consumers[consumer].cmd
 	r.consumers[consumer] = nil
@@ -341,7 +344,7 @@ func (r *run) publish(ctx context.Context, faultsOver <-chan struct{}) error {
 	for id := 1; ; {
 		select {
 		case <-ctx.Done():
-			return nil // the run says why
+			return nil // the run returns the cause
 		case <-faultsOver:
 			if id > r.cfg.Messages {
 				return nil
@@ -380,11 +383,10 @@ func (r *run) publish(ctx context.Context, faultsOver <-chan struct{}) error {
 }
 
 // bounded waits until a batch may be published, and returns when each of its messages is sent.
-// The messages without an effect are bounded: there is always something to break, and never too
-// much.
+// It bounds the messages without an effect: a fault always meets some, and never too many.
 func (r *run) bounded(ctx context.Context) []chaos.Instant {
-	last, since := r.made(), time.Now() // effects, and when there was one
-	// What was lost counts as in flight for ever: it must not end the run.
+	last, since := r.made(), time.Now() // number of effects, and when it changed
+	// A lost message always counts as in flight: idleAfter keeps it from blocking the run.
 	for r.backlog() > inFlight && time.Since(since) < idleAfter && ctx.Err() == nil {
 		if made := r.made(); made != last {
 			last, since = made, time.Now()
@@ -394,8 +396,8 @@ func (r *run) bounded(ctx context.Context) []chaos.Instant {
 	return slices.Repeat([]chaos.Instant{r.now()}, batch)
 }
 
-// paced does the same at a fixed rate. Late messages have the time at which they were due, so
-// that a wait for the publisher counts, too.
+// paced returns a function like bounded that publishes at a fixed rate. A late message has the
+// time at which it was due, so that a wait for the publisher counts, too.
 func (r *run) paced() func(ctx context.Context) []chaos.Instant {
 	each := time.Second / time.Duration(r.cfg.Rate)
 	due := r.now()
@@ -408,21 +410,22 @@ func (r *run) paced() func(ctx context.Context) []chaos.Instant {
 	}
 }
 
-// errStuck is a run in which nothing happens any more: the report says so.
+// errStuck means that messages have no effect any more. The report says so.
 var errStuck = errors.New("chaos: no effect for a minute")
 
-// faults carries the schedule out. A kill or a restart comes in the middle of what lasts, and
-// an outage in the middle of a full disk. Any other fault comes after the end of what lasts.
+// faults runs the schedule. Some faults last. A kill or a restart comes in the middle of a
+// lasting fault, and an outage in the middle of a full disk. Any other fault waits for the end
+// of lasting faults.
 func (r *run) faults(ctx context.Context) error {
 	var lasts sync.WaitGroup
-	shown := make([]chaos.Fired, len(r.schedule.Faults)) // of each that lasts, by its goroutine
+	shown := make([]chaos.Fired, len(r.schedule.Faults)) // by fault; the goroutine of a lasting fault writes its own
 	defer func() {
 		lasts.Wait()
 		for i := range r.fired {
 			r.fired[i].Count, r.fired[i].Timers = shown[i].Count, shown[i].Timers
 		}
 	}()
-	var middle <-chan time.Time // of what lasts
+	var middle <-chan time.Time // of the lasting fault; nil without one
 	for i, f := range r.schedule.Faults {
 		within := f.Kind == chaos.Outage && i > 0 && r.schedule.Faults[i-1].Kind == chaos.DiskFull
 		if f.Kind != chaos.Kill && f.Kind != chaos.Restart && !within {
@@ -452,11 +455,11 @@ func (r *run) faults(ctx context.Context) error {
 	return nil
 }
 
-// begin lets a fault happen, and returns how one that lasts ends. What shows that it happened
-// is in shown after that.
+// begin starts a fault. For a lasting fault it returns end, which ends the fault. Then shown
+// has the counters that prove that the fault happened.
 func (r *run) begin(ctx context.Context, f chaos.Fault, shown *chaos.Fired) (end func() error, err error) {
 	switch f.Kind {
-	case chaos.Kill: // what lasts goes on: the next process begins in it
+	case chaos.Kill: // a lasting fault goes on: the next process starts in it
 		if err := r.kill(f.Consumer); err != nil {
 			return nil, err
 		}
@@ -469,7 +472,7 @@ func (r *run) begin(ctx context.Context, f chaos.Fault, shown *chaos.Fired) (end
 			return nil, err
 		}
 		return nil, r.start(f.Consumer)
-	case chaos.Down: // nothing else happens meanwhile
+	case chaos.Down: // no other fault happens meanwhile
 		if err := r.kill(f.Consumer); err != nil {
 			return nil, err
 		}
@@ -478,7 +481,7 @@ func (r *run) begin(ctx context.Context, f chaos.Fault, shown *chaos.Fired) (end
 	case chaos.Outage:
 		r.dependency.down()
 		return func() error {
-			for ctx.Err() == nil && r.dependency.up() != nil { // somebody took the port for a moment
+			for ctx.Err() == nil && r.dependency.up() != nil { // another process may have the port for a moment
 				wait(ctx, 10*time.Millisecond)
 			}
 			return nil
@@ -486,7 +489,7 @@ func (r *run) begin(ctx context.Context, f chaos.Fault, shown *chaos.Fired) (end
 	case chaos.Freeze:
 		p := r.consumers[f.Consumer].cmd.Process
 		return func() error {
-			_ = p.Signal(thaw) // it may be dead
+			_ = p.Signal(thaw) // the process may be dead
 			return nil
 		}, p.Signal(freeze)
 	case chaos.Burn:
@@ -532,13 +535,13 @@ func (r *run) begin(ctx context.Context, f chaos.Fault, shown *chaos.Fired) (end
 			return shown.Count, nil
 		})
 	}
-	return func() error { // of a delay and a blackhole
+	return func() error { // ends a delay or a blackhole
 		shown.Count = r.network.set(false, false)
 		return nil
 	}, nil
 }
 
-// awaitHit waits until a fault of the network that lasts has hit something.
+// awaitHit waits until a lasting fault of the network has hit a packet or a read.
 func (r *run) awaitHit(ctx context.Context, fault int) error {
 	switch kind := r.schedule.Faults[fault].Kind; kind {
 	case chaos.Loss:
@@ -550,8 +553,8 @@ func (r *run) awaitHit(ctx context.Context, fault int) error {
 	}
 }
 
-// untilHit waits until a fault has hit something, or for stuckAfter. The report then says that
-// not every fault happened.
+// untilHit waits until hits is above 0, but not longer than stuckAfter. After stuckAfter the
+// report says that not every fault happened.
 func (r *run) untilHit(ctx context.Context, kind chaos.Kind, hits func() (int, error)) error {
 	for began := time.Now(); ctx.Err() == nil; wait(ctx, 20*time.Millisecond) {
 		if n, err := hits(); n > 0 || err != nil {
@@ -565,7 +568,7 @@ func (r *run) untilHit(ctx context.Context, kind chaos.Kind, hits func() (int, e
 	return nil
 }
 
-// awaitSpills waits until each consumer has made its spill, which it cannot on a full disk.
+// awaitSpills waits until each consumer has made its spill. On a full disk it cannot make one.
 func (r *run) awaitSpills(ctx context.Context) error {
 	if !r.cfg.Spill {
 		return nil
@@ -596,7 +599,8 @@ func wait(ctx context.Context, d time.Duration) {
 	}
 }
 
-// awaitEffects waits for n effects more, or for the middle of what lasts.
+// awaitEffects waits for n more effects, or, during a lasting fault, for the middle of that
+// fault.
 func (r *run) awaitEffects(ctx context.Context, n int, middle <-chan time.Time) error {
 	look := time.NewTicker(time.Millisecond)
 	defer look.Stop()
@@ -623,8 +627,8 @@ func (r *run) awaitEffects(ctx context.Context, n int, middle <-chan time.Time) 
 	}
 }
 
-// drain waits until all has its effect and nothing is left at the broker, stops the
-// consumers, and looks again: what a consumer has, some brokers do not count.
+// drain waits until all messages have their effects and the broker has none left. Then it
+// stops the consumers and checks again: some brokers do not count a consumer's messages.
 func (r *run) drain(ctx context.Context) error {
 	over := time.Now().Add(r.cfg.Drain)
 	var left int
@@ -634,7 +638,7 @@ func (r *run) drain(ctx context.Context) error {
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
-		if err != nil || left > 0 || r.backlog() > 0 { // of a broker that came back, connections may be broken yet
+		if err != nil || left > 0 || r.backlog() > 0 { // after a restart of the broker, connections may still be broken
 			wait(ctx, 50*time.Millisecond)
 			continue
 		}
@@ -658,7 +662,7 @@ func (r *run) drain(ctx context.Context) error {
 			r.drained = &at
 			return nil
 		}
-		for c := range r.consumers { // they had messages that nobody counted
+		for c := range r.consumers { // the consumers had messages that the broker did not count
 			if err := r.start(c); err != nil {
 				return err
 			}
@@ -667,7 +671,7 @@ func (r *run) drain(ctx context.Context) error {
 	return err
 }
 
-// leftInSpill is how many messages are on the disk.
+// leftInSpill returns the number of messages in the spill.
 func leftInSpill(dir string) (left int, err error) {
 	g, err := guard.New(guard.Config{SpillDir: dir})
 	if err != nil {
@@ -680,7 +684,7 @@ func leftInSpill(dir string) (left int, err error) {
 	return left, err
 }
 
-// end ends a consumer in order.
+// end closes a consumer's stdin, and waits until it has ended.
 func (r *run) end(consumer int) error {
 	p := r.consumers[consumer]
 	r.consumers[consumer] = nil

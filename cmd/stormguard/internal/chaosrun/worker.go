@@ -18,32 +18,31 @@ import (
 	"github.com/stormguard-mq/stormguard/once/bolt"
 )
 
-// A Job is what the process of a consumer is told.
+// A Job is the order to the process of a consumer.
 type Job struct {
 	Broker     string `json:"broker"`
 	URL        string `json:"url"`
 	ID         string `json:"id"`
 	Process    int    `json:"process"`
-	Dependency string `json:"dependency"` // its address
-	Recorder   string `json:"recorder"`   // and that of the recorder
-	Consumers  int    `json:"consumers"`  // that run side by side
-	Consumer   int    `json:"consumer"`   // which of them this is, from 0
-	Static     bool   `json:"static"`     // it comes back under its name, so its partitions wait for it
-	Marks      string `json:"marks"`      // the file of once; with several consumers, their NATS
-	Own        string `json:"own"`        // the files of once that mutants have for themselves begin so
+	Dependency string `json:"dependency"` // address of the dependency
+	Recorder   string `json:"recorder"`   // address of the recorder
+	Consumers  int    `json:"consumers"`  // number of consumers in the run
+	Consumer   int    `json:"consumer"`   // number of this consumer, from 0
+	Static     bool   `json:"static"`     // a restarted consumer keeps its name, so its partitions wait for it
+	Marks      string `json:"marks"`      // the file of package once; with several consumers, the URL of their NATS
+	Own        string `json:"own"`        // first part of the file names for mutants' own marks
 	Spill      string `json:"spill"`      // the guard's directory for messages; empty for none
-	State      string `json:"state"`      // and that for its state; empty for none
+	State      string `json:"state"`      // the guard's directory for its state; empty for none
 	Mutant     Mutant `json:"mutant"`
 
-	OneByOne bool `json:"-"` // the run sends a message when the one before is confirmed
+	OneByOne bool `json:"-"` // the run waits for each message's confirmation before it sends the next
 
-	Network dialer   `json:"network"` // of a process in a network namespace of its own; its path is empty for none
-	As      []string `json:"as"`      // the broker's addresses, which it reaches through Network
+	Network dialer   `json:"network"` // set in a network namespace of its own; else its path is empty
+	As      []string `json:"as"`      // the broker's addresses, reached through Network
 }
 
-// confirmsWithin is how long the broker may take to confirm what the run publishes. Where the
-// run breaks the broker, an answer may be lost for ever: it waits for broken then, and publishes
-// again.
+// confirmsWithin is how long the run waits for the broker to confirm a batch. If the run breaks
+// the broker, an answer may be lost: then it waits for broken only, and publishes again.
 func (j Job) confirmsWithin(broken time.Duration) time.Duration {
 	if j.OneByOne {
 		return broken
@@ -51,7 +50,8 @@ func (j Job) confirmsWithin(broken time.Duration) time.Duration {
 	return stuckAfter
 }
 
-// Work consumes until stdin ends, as the process that a run kills.
+// Work consumes messages until stdin ends. It is the process that a run starts and kills. job is
+// a Job in JSON.
 func Work(ctx context.Context, job string, stdin io.Reader, stderr io.Writer) (err error) {
 	var j Job
 	if err := json.Unmarshal([]byte(job), &j); err != nil {
@@ -107,8 +107,8 @@ func Work(ctx context.Context, job string, stdin io.Reader, stderr io.Writer) (e
 	return errors.Join(err, closeErr, closeMarks())
 }
 
-// openMarks opens the store of once: one that all consumers share if there are several. A disk
-// may be full.
+// openMarks opens the store of package once. Several consumers share one store. It retries, as
+// the disk may be full.
 func openMarks(ctx context.Context, j Job) (once.Store, func() error, error) {
 	if j.Consumers == 1 {
 		marks, err := patiently(ctx, func() (*bolt.Store, error) { return bolt.Open(j.Marks, bolt.Config{}) })
@@ -120,7 +120,7 @@ func openMarks(ctx context.Context, j Job) (once.Store, func() error, error) {
 	return natsMarks(j.Marks, "CHAOS_"+j.ID, j.Network)
 }
 
-// spillWindow is small, so that the shortest outage goes to the disk.
+// spillWindow is small, so that even the shortest outage fills the window and spills to disk.
 const spillWindow = 20
 
 // worker handles one message after the other.
@@ -128,10 +128,10 @@ type worker struct {
 	job  Job
 	once *once.Runner
 
-	mu         sync.Mutex // of the clients, and of seen
+	mu         sync.Mutex // guards the fields below
 	dependency client
 	recorder   client
-	seen       map[int]bool // by mutants that count
+	seen       map[int]bool // messages that mutants have seen
 }
 
 var errPoison = errors.New("the amount has no currency")
@@ -148,13 +148,13 @@ func (w *worker) handle(ctx context.Context, b []byte) error {
 		return guard.Permanent(errPoison)
 	}
 	if err := w.work(ctx, m); err != nil {
-		_ = w.tell(ctx, "failed", m.ID) // the figure is of errors that the run hears of
+		_ = w.tell(ctx, "failed", m.ID) // the report counts only errors that the run hears of
 		return err
 	}
 	return w.tell(ctx, "handled", m.ID)
 }
 
-// tell has the recorder know what became of a message.
+// tell sends the outcome of a message to the recorder.
 func (w *worker) tell(ctx context.Context, what string, id int) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -162,7 +162,7 @@ func (w *worker) tell(ctx context.Context, what string, id int) error {
 	return err
 }
 
-// asked tells whether it was asked of a message before.
+// asked tells whether it was called with this message before.
 func (w *worker) asked(id int) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -171,7 +171,7 @@ func (w *worker) asked(id int) bool {
 	return was
 }
 
-// work has the effect of a message once, or, as a mutant, does it wrong.
+// work makes the effect of a message once. A mutant does it wrong.
 func (w *worker) work(ctx context.Context, m body) error {
 	effect := func(ctx context.Context) error { return w.charge(ctx, m.ID) }
 	do := func() error { return w.once.Do(ctx, fmt.Sprint("charge/", m.ID), effect) }
@@ -211,7 +211,7 @@ func (w *worker) work(ctx context.Context, m body) error {
 	return do()
 }
 
-// charge has the dependency make the effect. Without an answer it is in doubt.
+// charge asks the dependency to make the effect. Without an answer the effect is in doubt.
 func (w *worker) charge(ctx context.Context, id int) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -222,7 +222,7 @@ func (w *worker) charge(ctx context.Context, id int) error {
 	return err
 }
 
-// happened asks the dependency whether an effect did.
+// happened asks the dependency whether an effect happened.
 func (w *worker) happened(ctx context.Context, key string) (bool, error) {
 	var id int
 	if _, err := fmt.Sscanf(key, "charge/%d", &id); err != nil {

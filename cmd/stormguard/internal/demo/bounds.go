@@ -5,18 +5,19 @@ package demo
 
 import "math"
 
-// A Bound is a promise about the guarded run, and whether it was kept. The limits
-// are made for the demo's own rate and outage; of an outage of a second or two
-// the few calls that found it out are more than 1 %.
+// A Bound is a promise about the guarded run, and says whether the run kept it. The
+// limits fit the demo's default rate and outage. In an outage of a second or two the
+// few calls that detect it are more than 1 %.
 type Bound struct {
-	Name  string  `json:"name"` // as in Figures, or "calls_percent"
+	Name  string  `json:"name"` // a JSON name of Figures, or "calls_percent"
 	Limit float64 `json:"limit"`
 	Value float64 `json:"value"`
 	Kept  bool    `json:"kept"`
 }
 
-// bounds judges the guarded run. An error that says what failed is told from a
-// poison message at once; one that does not takes evidence, and so time.
+// bounds judges the guarded run. The guard tells an error of the connection from a
+// poison message at once. An error of unknown class takes evidence, and so time. Then
+// the limit of contain_seconds is higher, and three bounds do not apply.
 func bounds(errors Failure, unguarded, guarded Figures) []Bound {
 	percent := 0.0
 	if unguarded.CallsDuringOutage > 0 {

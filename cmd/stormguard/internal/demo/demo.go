@@ -4,10 +4,10 @@
 // Package demo runs one outage twice, against an unguarded and a guarded
 // consumer, shows it, and measures both.
 //
-// [Ledger] is the oracle: it knows each message by id, and takes nothing from
-// the guard. A broker is a file for what a run has there, and one for its two
-// ways to consume (nats.go and nats_consume.go); platform.go says what it has to
-// do. The rest knows no broker.
+// [Ledger] measures the run: it knows each message by id, and uses no data of the
+// guard. Each broker has two files: nats.go makes the queues of a run, and
+// nats_consume.go consumes in two ways. They implement the interfaces in
+// platform.go. The other files know no broker.
 package demo
 
 import (
@@ -20,49 +20,48 @@ import (
 	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/access"
 )
 
-// Config is what the command line sets.
+// Config holds the settings of a demo, as the command line sets them.
 type Config struct {
 	Broker Kind
-	URL    string // empty: an embedded server, or one that is found or started
+	URL    string // the broker's address; empty: an embedded server, or one that is found or started
 	Creds  string // NATS credentials file
 	Access access.Config
 
 	Rate                  int           // messages per second
 	WarmUp, Outage, After time.Duration // publishing goes on through all three
-	Seed                  uint64
-	Literal               bool // the guard's own storm thresholds
-	Errors                Failure
+	Seed                  uint64        // for the messages' contents
+	Literal               bool          // keeps the guard's default storm thresholds, does not scale them down
+	Errors                Failure       // the handler's error in the outage; empty: Refused
 
-	Console string // address that serves the guarded run's console; empty: none
+	Console string // listen address of the guarded run's console; empty: none
 
-	JSON    bool
-	NoColor bool
+	JSON    bool // prints a Result, not a report
+	NoColor bool // prints no colours
 }
 
-// Defaults is the demo of the README.
+// Defaults returns the settings of the demo in the README.
 func Defaults() Config {
 	return Config{Broker: NATS, Rate: 2500, WarmUp: 3 * time.Second, Outage: 20 * time.Second, After: 5 * time.Second, Seed: 1, Errors: Refused}
 }
 
-// messages is how many are published in a run.
+// messages is the number of messages published in a run.
 func (c Config) messages() int {
 	return int(float64(c.Rate) * (c.WarmUp + c.Outage + c.After).Seconds())
 }
 
-// A Failure is what the handler returns while its dependency is down; empty means
+// A Failure is the handler's error while its dependency is down; empty means
 // [Refused].
 type Failure string
 
 // The failures.
 const (
-	// Refused is the error of the TCP connection, as a handler that hands errors
-	// on returns it.
+	// Refused is the error of the TCP connection: the handler returns it unchanged.
 	Refused Failure = "refused"
-	// Unknown is an error of the handler's own that says nothing of a connection.
+	// Unknown is the handler's own error, without the connection's error.
 	Unknown Failure = "unknown"
 )
 
-// Failures are all of them.
+// Failures returns all failures.
 func Failures() []Failure { return []Failure{Refused, Unknown} }
 
 func (c Config) failure() Failure {
@@ -72,7 +71,7 @@ func (c Config) failure() Failure {
 	return c.Errors
 }
 
-// Result is what --json prints.
+// Result holds the figures of both runs and the judged bounds. --json prints it.
 type Result struct {
 	Errors    Failure `json:"errors"`
 	Unguarded Figures `json:"unguarded"`
@@ -80,7 +79,8 @@ type Result struct {
 	Bounds    []Bound `json:"bounds"`
 }
 
-// Run runs both sides. The result goes to stdout, progress to stderr.
+// Run runs both sides, one after the other. It writes the result to stdout and
+// progress to stderr.
 func Run(ctx context.Context, cfg Config, stdout, stderr io.Writer) error {
 	if err := cfg.Validate(); err != nil {
 		return err
@@ -101,7 +101,7 @@ func Run(ctx context.Context, cfg Config, stdout, stderr io.Writer) error {
 	return err
 }
 
-// outcome is both runs' figures and the curves of the report.
+// outcome holds the figures and curves of both runs.
 type outcome struct {
 	unguarded, guarded trial
 }

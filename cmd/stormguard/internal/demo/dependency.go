@@ -14,10 +14,10 @@ import (
 	"time"
 )
 
-// dependency is what the handler needs: a TCP server that answers a line with a
-// line. While it is down, connections are refused.
+// dependency is the handler's dependency: a TCP server that answers each line
+// with a line. While it is down, it refuses connections.
 //
-// Goroutines: one accepts, one serves each connection; down and close end them.
+// Goroutines: one accepts, one serves each connection; down ends them.
 type dependency struct {
 	addr  string
 	mu    sync.Mutex
@@ -26,8 +26,8 @@ type dependency struct {
 	wg    sync.WaitGroup
 }
 
-// newDependency takes a port below the range that systems give to outgoing
-// connections: while it is down, none of those must be able to get it.
+// newDependency uses a port below the range of outgoing connections: while the
+// dependency is down, no outgoing connection must take its port.
 func newDependency(ctx context.Context) (*dependency, error) {
 	d := &dependency{conns: make(map[net.Conn]struct{})}
 	var err error
@@ -88,7 +88,7 @@ func (d *dependency) serve(c net.Conn) {
 	}
 }
 
-// down kills the server with all its connections.
+// down closes the server and all its connections.
 func (d *dependency) down() {
 	d.mu.Lock()
 	if d.ln != nil {
@@ -117,10 +117,10 @@ func (d *dependency) restart(ctx context.Context) error {
 	}
 }
 
-// errNotCharged is all that an opaque handler says.
+// errNotCharged is the error of a handler that hides its dependency's error.
 var errNotCharged = errors.New("the order was not charged")
 
-// of is what the handler makes of an error of its dependency.
+// of returns the handler's error for an error of its dependency.
 func (f Failure) of(err error) error {
 	if err != nil && f == Unknown {
 		return errNotCharged
@@ -128,8 +128,8 @@ func (f Failure) of(err error) error {
 	return err
 }
 
-// client is the handler's way to the dependency: one connection, dialled when
-// there is none.
+// client is the handler's client of the dependency. It has one connection, and
+// dials when it has none.
 type client struct {
 	addr string
 	mu   sync.Mutex
@@ -138,10 +138,11 @@ type client struct {
 	line []byte
 }
 
-// callTimeout bounds one call.
+// callTimeout is the time limit for a dial or an answer.
 const callTimeout = 2 * time.Second
 
-// call asks the dependency once.
+// call makes one request to the dependency. After an error it closes the
+// connection.
 func (c *client) call(ctx context.Context, id int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -14,7 +14,7 @@ import (
 	"golang.org/x/term"
 )
 
-// color is an SGR parameter; empty means the terminal's own.
+// color is an SGR parameter; empty means the terminal's own colour.
 type color string
 
 const (
@@ -29,7 +29,7 @@ const (
 	fine   color = "1;32"
 )
 
-// span is text in one colour, line a row of the screen.
+// A span is text in one colour. A line is a row of the screen.
 type (
 	span struct {
 		color color
@@ -38,7 +38,7 @@ type (
 	line []span
 )
 
-// width counts cells: everything drawn here is one cell wide.
+// width counts cells: every character drawn here is one cell wide.
 func (l line) width() (n int) {
 	for _, s := range l {
 		n += utf8.RuneCountInString(s.text)
@@ -46,12 +46,12 @@ func (l line) width() (n int) {
 	return n
 }
 
-// pad fills up to n cells.
+// pad appends spaces up to n cells.
 func (l line) pad(n int) line {
 	return append(l, span{plain, strings.Repeat(" ", max(0, n-l.width()))})
 }
 
-// render writes the line, cut at width cells.
+// render returns the line as text, cut at width cells.
 func (l line) render(width int, s style) string {
 	var b strings.Builder
 	for _, sp := range l {
@@ -67,14 +67,14 @@ func (l line) render(width int, s style) string {
 	return strings.TrimRight(b.String(), " ")
 }
 
-// style is what an output can show.
+// style describes an output's width and colours.
 type style struct {
 	width int
 	color bool
 }
 
 const (
-	fullWidth = 100 // no wider, even where there is room
+	fullWidth = 100 // most columns, also on a wider terminal
 	minWidth  = 40
 )
 
@@ -98,8 +98,8 @@ func outputStyle(w io.Writer, cfg Config) style {
 	return s
 }
 
-// spark draws values as bars of eight heights; top is the full height. What is
-// above zero shows at least the lowest bar.
+// spark draws values as bars of eight heights; top is the full height. A value
+// above zero has at least the lowest bar.
 func spark(values []float64, top float64) string {
 	const bars = "▁▂▃▄▅▆▇█"
 	var b strings.Builder
@@ -117,7 +117,7 @@ func spark(values []float64, top float64) string {
 	return b.String()
 }
 
-// meter draws part of whole as a bar of n cells.
+// meter draws part of whole as a bar of n cells: full cells, and the rest.
 func meter(part, whole float64, n int) (full, rest string) {
 	eighths := 0
 	if whole > 0 {
@@ -133,7 +133,7 @@ func meter(part, whole float64, n int) (full, rest string) {
 	return full, strings.Repeat("░", n-utf8.RuneCountInString(full))
 }
 
-// resample gives n steps of the mean of values.
+// resample reduces values to n steps, each the mean of its part.
 func resample(values []float64, n int) []float64 {
 	out := make([]float64, n)
 	for i := range out {
@@ -148,7 +148,7 @@ func resample(values []float64, n int) []float64 {
 	return out
 }
 
-// count writes a number with separators: 12,345.
+// count formats a number with separators: 12,345.
 func count(n int) string {
 	if n < 0 {
 		return "-" + count(-n)

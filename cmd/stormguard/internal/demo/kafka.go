@@ -29,7 +29,7 @@ var onKafka = platform{
 	found: brokers.Kafka,
 }
 
-// kafkaCluster is a cluster that runs, and how to get in.
+// kafkaCluster is a running cluster, and the access to it.
 type kafkaCluster struct {
 	addrs  []string
 	access *access.Access
@@ -40,7 +40,7 @@ func (kafkaCluster) close() {}
 // kafkaRun is the [plumbing] of one run: two topics of one partition, and a
 // group.
 //
-// Goroutines: two hand the producer's answers out, until remove.
+// Goroutines: two pass on the producer's answers, until remove.
 type kafkaRun struct {
 	kafkaCluster
 	topic, dlq, group string
@@ -50,8 +50,8 @@ type kafkaRun struct {
 	answers           sync.WaitGroup
 }
 
-// config is sarama's default but for what is said here: no message may be
-// skipped, doubled or overtaken on its way in.
+// config changes sarama's defaults, so that no published message is skipped,
+// doubled or overtaken.
 func (b kafkaCluster) config() *sarama.Config {
 	c := sarama.NewConfig()
 	c.ClientID = "stormguard-demo"
@@ -81,7 +81,7 @@ func (p *kafkaRun) fit() (err error) {
 	if p.admin, err = sarama.NewClusterAdminFromClient(p.client); err != nil {
 		return err
 	}
-	// In the DLQ a message has the time at which it came there.
+	// In the DLQ a message has the time of its arrival there.
 	forever, arrival := "-1", "LogAppendTime"
 	for name, config := range map[string]map[string]*string{
 		p.topic: {},
@@ -129,7 +129,8 @@ func (p *kafkaRun) joined(context.Context) (bool, error) {
 	return err == nil && len(groups) == 1 && groups[0].State == "Stable" && len(groups[0].Members) > 0, err
 }
 
-// idle: the group has committed the end of the log; -1 is nothing.
+// idle tells whether the group has committed the end of the log. An offset of -1
+// means no commit.
 func (p *kafkaRun) idle(context.Context) (bool, error) {
 	end, err := p.client.GetOffset(p.topic, 0, sarama.OffsetNewest)
 	if err != nil {
@@ -196,7 +197,7 @@ func (p *kafkaRun) remove(context.Context) {
 	}
 	if p.admin != nil {
 		for _, name := range []string{p.topic, p.dlq} {
-			_ = p.admin.DeleteTopic(name) // it may never have been made
+			_ = p.admin.DeleteTopic(name) // the topic may not exist
 		}
 		_ = p.admin.DeleteConsumerGroup(p.group)
 	}

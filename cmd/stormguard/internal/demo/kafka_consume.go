@@ -26,7 +26,7 @@ func (p *kafkaRun) consume(ctx context.Context, h sarama.ConsumerGroupHandler) (
 		err := group.Consume(ctx, []string{p.topic}, h)
 		switch {
 		case ctx.Err() != nil:
-		case errors.Is(err, sarama.ErrUnknownTopicOrPartition): // it was made just now, and not every broker knows it yet
+		case errors.Is(err, sarama.ErrUnknownTopicOrPartition): // the topic is new, and not every broker knows it
 			select {
 			case <-time.After(100 * time.Millisecond):
 			case <-ctx.Done():
@@ -47,12 +47,12 @@ func (p *kafkaRun) unguarded(ctx context.Context, handle handler) (err error) {
 	return p.consume(ctx, &insistent{p.dlq, letters, handle})
 }
 
-// insistent tries a message several times in place, and then gives it to the
-// DLQ: a partition has no other way to repeat one and not the rest. Other
-// messages are tried while a dead letter is confirmed; none is marked before.
+// insistent tries a message up to maxDeliver times in place, and then writes it to
+// the DLQ: a partition has no other way to repeat a single message. While a dead
+// letter is unconfirmed it tries other messages, but marks none of them.
 type insistent struct {
 	dlq     string
-	letters sarama.AsyncProducer // of the one claim
+	letters sarama.AsyncProducer // used by the only claim
 	handle  handler
 }
 
@@ -60,7 +60,7 @@ func (*insistent) Setup(sarama.ConsumerGroupSession) error   { return nil }
 func (*insistent) Cleanup(sarama.ConsumerGroupSession) error { return nil }
 
 func (h *insistent) ConsumeClaim(s sarama.ConsumerGroupSession, claim sarama.ConsumerGroupClaim) error {
-	var handled *sarama.ConsumerMessage // waits for the dead letters before it
+	var handled *sarama.ConsumerMessage // handled, but unmarked until the dead letters before are confirmed
 	for pending := 0; ; {
 		if pending == 0 && handled != nil {
 			s.MarkMessage(handled, "")

@@ -10,19 +10,18 @@ import (
 	"time"
 )
 
-// A Ledger is the oracle of one run. It keeps every message by id and every
-// handler call; all instants count from the start of the run. It is safe for
-// concurrent use.
+// A Ledger measures one run. It keeps every message by id and every handler call.
+// All times count from the start of the run. It is safe for concurrent use.
 type Ledger struct {
 	mu        sync.Mutex
-	sent      []time.Duration // by id
-	confirmed []bool          // by id
+	sent      []time.Duration // when each message was sent, by id
+	confirmed []bool          // by id: the broker has the message
 	done      []bool          // by id: handled at least once
-	published int
+	published int             // confirmed messages
 	calls     []call
-	handled   int // calls that succeeded
-	finished  int // published messages that are done
-	down, up  time.Duration
+	handled   int           // successful calls
+	finished  int           // published messages that are done
+	down, up  time.Duration // begin and end of the outage
 }
 
 // call is one call of the handler.
@@ -38,7 +37,7 @@ type dead struct {
 	at time.Duration
 }
 
-// Send notes that the next message is published, and returns its id.
+// Send records that the next message is sent, and returns its id. Ids begin at 0.
 func (l *Ledger) Send(at time.Duration) (id int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -48,7 +47,7 @@ func (l *Ledger) Send(at time.Duration) (id int) {
 	return len(l.sent) - 1
 }
 
-// Confirm notes that the broker has the message.
+// Confirm records that the broker has the message.
 func (l *Ledger) Confirm(id int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -61,7 +60,7 @@ func (l *Ledger) Confirm(id int) {
 	}
 }
 
-// Call notes a handler call that has returned.
+// Call records a handler call that has returned. ok means success.
 func (l *Ledger) Call(id int, begin, end time.Duration, ok bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -77,28 +76,29 @@ func (l *Ledger) Call(id int, begin, end time.Duration, ok bool) {
 	}
 }
 
-// unhandled is how many of the published messages were never handled.
+// unhandled is the number of published messages without a successful call.
 func (l *Ledger) unhandled() int {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.published - l.finished
 }
 
-// Down notes the start of the outage.
+// Down records the start of the outage.
 func (l *Ledger) Down(at time.Duration) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.down = at
 }
 
-// Up notes its end.
+// Up records the end of the outage.
 func (l *Ledger) Up(at time.Duration) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.up = at
 }
 
-// counts are what the live view shows.
+// counts returns the numbers of the live view: published messages, successful
+// calls, failed calls.
 func (l *Ledger) counts() (published, handled, failed int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -120,11 +120,12 @@ type Figures struct {
 	OutOfOrder        int     `json:"out_of_order"`
 }
 
-// pause is how long no call begins when the handler is left alone.
+// pause is the length of a gap without calls that shows that the guard has
+// stopped calling the handler.
 const pause = 50 * time.Millisecond
 
-// Figures closes the books at end. buried is what was found in the DLQ,
-// caughtUp the number of unsettled messages at which a backlog is gone.
+// Figures measures the run, which ended at end. buried are the messages in the
+// DLQ. A backlog counts as gone when caughtUp or fewer messages are unsettled.
 func (l *Ledger) Figures(buried []dead, caughtUp int, end time.Duration) Figures {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -180,7 +181,10 @@ func (l *Ledger) Figures(buried []dead, caughtUp int, end time.Duration) Figures
 	return f
 }
 
-// containLocked is how long it took until the handler was left alone.
+// containLocked is the time from the begin of the outage to the last call before
+// the first gap of pause. Later calls must be rare: at most one for each pause of
+// the rest of the outage. Without such a gap it is the whole outage. The caller
+// holds mu.
 func (l *Ledger) containLocked() time.Duration {
 	marks := []time.Duration{l.down}
 	for _, c := range l.calls {
@@ -202,7 +206,8 @@ func (l *Ledger) containLocked() time.Duration {
 	return l.up - l.down
 }
 
-// drainLocked is how long after the outage the backlog was gone.
+// drainLocked is the time from the end of the outage until the backlog is gone.
+// The caller holds mu.
 func (l *Ledger) drainLocked(settled []time.Duration, caughtUp int, end time.Duration) time.Duration {
 	type change struct {
 		at time.Duration
@@ -234,7 +239,7 @@ func (l *Ledger) drainLocked(settled []time.Duration, caughtUp int, end time.Dur
 	return end - l.up
 }
 
-// curves are events per second over the run, in n equal steps of length end/n.
+// curves returns events per second over the run, in n equal steps of end/n.
 func (l *Ledger) curves(buried []dead, n int, end time.Duration) (calls, successes, deadLetters []float64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

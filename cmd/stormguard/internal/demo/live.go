@@ -22,23 +22,23 @@ type live struct {
 	cfg     Config
 	side    side
 	run     int
-	drawn   int // lines on the screen
+	drawn   int // number of lines on the screen
 	history []sample
 }
 
 func (v *live) begin(s side) {
 	v.side, v.history = s, nil
 	v.run++
-	_, _ = v.out.WriteString("\x1b[?25l") // no cursor
+	_, _ = v.out.WriteString("\x1b[?25l") // hides the cursor
 }
 
-// end leaves the screen as it was before begin.
+// end restores the screen as it was before begin.
 func (v *live) end() {
 	_, _ = v.out.WriteString(v.home() + "\x1b[J\x1b[?25h")
 	v.drawn = 0
 }
 
-// home goes to the picture's first line.
+// home returns the escape sequence that moves to the picture's first line.
 func (v *live) home() string {
 	if v.drawn == 0 {
 		return ""
@@ -64,7 +64,7 @@ func (v *live) show(x sample) {
 	v.drawn = len(rows)
 }
 
-// picture draws the latest sample with what led to it.
+// picture draws the latest sample and the curves of all samples.
 func picture(cfg Config, s side, run int, history []sample, width int) []line {
 	x := history[len(history)-1]
 	past := history[max(0, len(history)-11)] // a second ago
@@ -102,7 +102,8 @@ func picture(cfg Config, s side, run int, history []sample, width int) []line {
 	return append(rows, line{}, line{{cyan, " " + story(x, cfg.platform().store)}})
 }
 
-// bars are the steps of the run so far, the latest last, and the highest.
+// bars returns the latest n steps of the run, the newest last, and the highest
+// value of the whole run.
 func bars(history []sample, of func(sample) int, n int) (values []float64, top float64) {
 	values = make([]float64, n)
 	for i := range values {
@@ -124,7 +125,7 @@ func bars(history []sample, of func(sample) int, n int) (values []float64, top f
 	return values, top
 }
 
-// timeline is the run's plan with the present in it.
+// timeline draws the phases of the run and marks the current time.
 func timeline(cfg Config, x sample, width int) line {
 	n := width - 2
 	whole := max(x.at, cfg.WarmUp+cfg.Outage+cfg.After+10*time.Second)
@@ -150,7 +151,7 @@ func timeline(cfg Config, x sample, width int) line {
 	return l
 }
 
-// status says where in the plan the run is.
+// status describes the current phase and its remaining time.
 func status(cfg Config, x sample) line {
 	l := line{{plain, fmt.Sprintf(" %4.1f s   dependency ", x.at.Seconds())}}
 	switch back := cfg.WarmUp + cfg.Outage; x.phase {
@@ -163,7 +164,7 @@ func status(cfg Config, x sample) line {
 	}
 }
 
-// flow is the way of the messages, with something on it where they move.
+// flow draws the path of the messages. Dots move on an arrow while messages move.
 func flow(x sample, store string, published, handled, failed, dead float64) []line {
 	tick := int(x.at / frame)
 	const n = 5
@@ -205,7 +206,7 @@ func flow(x sample, store string, published, handled, failed, dead float64) []li
 	return []line{l, append(below, letters)}
 }
 
-// gauges are breaker, hold and backlog.
+// gauges draws breaker, hold and backlog.
 func gauges(x sample, history []sample, width int) []line {
 	top := 1
 	for _, h := range history {
@@ -241,7 +242,7 @@ func gauges(x sample, history []sample, width int) []line {
 	return []line{b, bar(" hold", x.hold, x.window, cyan, fmt.Sprintf("%d of %d", x.hold, x.window)), backlog}
 }
 
-// story says what is to be seen.
+// story describes the current state in a sentence.
 func story(x sample, store string) string {
 	switch {
 	case x.phase == warmUp:

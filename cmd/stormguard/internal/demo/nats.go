@@ -17,7 +17,7 @@ import (
 	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/access"
 )
 
-// ackWait is the consumer's on both sides.
+// ackWait is AckWait of the consumers of both sides.
 const ackWait = 30 * time.Second
 
 var onNATS = platform{
@@ -33,8 +33,8 @@ var onNATS = platform{
 type natsServer struct {
 	url  string
 	opts []nats.Option  // creds, TLS, user
-	srv  *server.Server // nil with a server of the user's
-	dir  string
+	srv  *server.Server // nil with the user's own server
+	dir  string         // files of the embedded server
 }
 
 func openNATS(ctx context.Context, cfg Config, address string, a *access.Access) (broker, error) {
@@ -69,7 +69,7 @@ func openNATS(ctx context.Context, cfg Config, address string, a *access.Access)
 	return b, nil
 }
 
-// close ends the embedded server and removes what it kept.
+// close stops the embedded server and removes its files.
 func (b *natsServer) close() {
 	if b.srv != nil {
 		b.srv.Shutdown()
@@ -86,7 +86,7 @@ func (b *natsServer) connect(name string) (*nats.Conn, jetstream.JetStream, erro
 	if err != nil {
 		return nil, nil, fmt.Errorf("connect to %s: %w", access.Redact(b.url), err)
 	}
-	// Open loop: what the server cannot take in time waits in the client.
+	// The load is an open loop: messages wait in the client if the server is slow.
 	js, err := jetstream.New(nc, jetstream.WithPublishAsyncMaxPending(1<<16), jetstream.WithPublishAsyncTimeout(20*time.Second))
 	if err != nil {
 		nc.Close()
@@ -99,10 +99,10 @@ func (b *natsServer) connect(name string) (*nats.Conn, jetstream.JetStream, erro
 type natsRun struct {
 	stream, subject       string
 	dlqStream, dlqSubject string
-	js                    jetstream.JetStream // administers
-	consumer              jetstream.Consumer  // of the consuming side, on its connection
-	consumerJS            jetstream.JetStream // publishes that side's dead letters
-	publishJS             jetstream.JetStream
+	js                    jetstream.JetStream // administers the streams
+	consumer              jetstream.Consumer  // on the consuming side's connection
+	consumerJS            jetstream.JetStream // publishes the consuming side's dead letters
+	publishJS             jetstream.JetStream // publishes the run's messages
 	conns                 []*nats.Conn
 }
 
@@ -149,7 +149,7 @@ func (p *natsRun) remove(ctx context.Context) {
 	defer cancel()
 	if p.js != nil {
 		for _, name := range []string{p.stream, p.dlqStream} {
-			_ = p.js.DeleteStream(ctx, name) // it may never have been made
+			_ = p.js.DeleteStream(ctx, name) // the stream may not exist
 		}
 	}
 	for _, nc := range p.conns {

@@ -34,12 +34,12 @@ func (p *natsRun) unguarded(ctx context.Context, handle handler) error {
 		letter.Data = m.Data()
 		letter.Header.Set("Error", err.Error())
 		if _, err := p.consumerJS.PublishMsg(ctx, letter); err != nil {
-			return // unsettled at its last delivery: the ledger would call it lost
+			return // the message stays unsettled after its last delivery: the ledger counts it as lost
 		}
 		_ = m.Ack()
 	},
-		// nats.go's pull may stall until its heartbeat is missed twice, 30 s by
-		// its default. That is not what is compared here.
+		// nats.go's pull may stall until two heartbeats are missed, by default
+		// 30 s. The demo does not compare this stall.
 		jetstream.PullHeartbeat(time.Second))
 	if err != nil {
 		return err

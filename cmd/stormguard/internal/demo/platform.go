@@ -21,84 +21,85 @@ import (
 // A Kind of broker; empty means [NATS].
 type Kind string
 
-// The kinds that a demo runs on.
+// The brokers that a demo can run on.
 const (
 	Kafka    Kind = "kafka"
 	NATS     Kind = "nats"
 	RabbitMQ Kind = "rabbitmq"
 )
 
-// Kinds are all of them, by name.
+// Kinds returns all kinds, sorted by name.
 func Kinds() []Kind { return slices.Sorted(maps.Keys(platforms)) }
 
-// inFlight is how many messages a consumer may have unsettled, on both sides,
-// where the broker bounds them. It is also what nats.go's Consume asks for by
-// default.
+// inFlight is the most unsettled messages of a consumer, on both sides, if the
+// broker bounds them. It is also the default of nats.go's Consume.
 const inFlight = 500
 
-// maxDeliver is how often the unguarded side tries a message.
+// maxDeliver is how often the unguarded side tries a message at most.
 const maxDeliver = 5
 
-// lettersInFlight is how many dead letters an unguarded side has written and not
-// yet seen confirmed, where it goes on meanwhile. It is less than the clients
-// buffer.
+// lettersInFlight is the most unconfirmed dead letters of an unguarded side that
+// does not wait for each confirmation. It is less than the clients' buffers.
 const lettersInFlight = 100
 
-// stopTimeout bounds the end of a consumer.
+// stopTimeout is the time limit for stopping a consumer.
 const stopTimeout = 5 * time.Second
 
 // handler is the work that both sides do for the body of a message.
 type handler func(ctx context.Context, body []byte) error
 
-// broker is what both runs of a demo connect to.
+// broker is the broker of both runs of a demo.
 type broker interface {
-	// lay makes what a run needs; id keeps it apart from everything else there.
-	// What it returns is to be removed even if it fails, unless it is nil.
+	// lay makes a run's queues; id keeps their names apart from all others. The
+	// caller removes a non-nil plumbing, also after an error.
 	lay(ctx context.Context, id string) (plumbing, error)
 	close()
 }
 
-// plumbing is what one run has on the broker. The methods that ask are for one
-// goroutine each at a time, but for several at once.
+// plumbing is the queues and connections of one run. joined, idle, buried and
+// exhume may run concurrently with each other, but not with themselves.
 type plumbing interface {
-	// send publishes a message; one goroutine calls it. Waiting tells, once,
-	// whether the broker has it. send itself waits only where the client is full.
+	// send publishes a message; one goroutine calls it. It blocks only while the
+	// client's buffer is full. wait, called once, returns nil when the broker has
+	// the message.
 	send(ctx context.Context, body []byte) (wait func(context.Context) error, err error)
-	// unguarded consumes as most programs do; guarded through the guard, with its
-	// dead letters. Each calls handle for one message after the other until ctx
-	// ends.
+	// unguarded consumes as most programs do; guarded consumes through the guard,
+	// with its dead letters. Each calls handle for one message after the other
+	// until ctx ends.
 	unguarded(ctx context.Context, handle handler) error
 	guarded(ctx context.Context, g *guard.Guard, handle handler) error
 	// joined tells whether the broker knows a consumer.
 	joined(ctx context.Context) (bool, error)
-	// idle tells whether, as far as the broker tells, nothing is left to deliver
-	// or to settle.
+	// idle tells whether the broker, as far as it knows, has no message left to
+	// deliver or to settle.
 	idle(ctx context.Context) (bool, error)
-	// buried is how many messages the DLQ has, exhume reads them.
+	// buried is the number of messages in the DLQ; exhume reads them.
 	buried(ctx context.Context) (int, error)
 	exhume(ctx context.Context, start time.Time) ([]dead, error)
-	// remove deletes all of it, also when ctx has ended.
+	// remove deletes the queues and closes the connections, also when ctx has
+	// ended.
 	remove(ctx context.Context)
 }
 
 // platform is a kind of broker.
 type platform struct {
 	title              string
-	store              string // where messages wait
-	unguarded, guarded string // how each side consumes, in a line
-	address            string // the form of --url
+	store              string // the broker's word for the place where messages wait
+	unguarded, guarded string // how each side consumes, in one line for people
+	address            string // the form of --url, in words
 	check              func(address string) bool
 	open               func(ctx context.Context, cfg Config, address string, a *access.Access) (broker, error)
-	found              brokers.Kind // what to look for when no address is given; empty: open needs none
+	found              brokers.Kind // found or started without an address; empty: open needs no address
 }
 
 var platforms = map[Kind]platform{Kafka: onKafka, NATS: onNATS, RabbitMQ: onRabbitMQ}
 
-// platform is the zero one for a kind that Validate refuses.
+// platform is the platform of the broker's kind; zero for a kind that Validate
+// refuses.
 func (c Config) platform() platform { return platforms[c.kind()] }
 
-// Validate reports everything that is wrong with broker and address, in terms of
-// flags.
+// Validate reports all errors of broker, address, files and Errors. It names the
+// command's flags, not the fields.
 func (c Config) Validate() error {
 	if !slices.Contains(Kinds(), c.kind()) {
 		return fmt.Errorf("--broker %q: must be one of %q", c.Broker, Kinds())
@@ -123,7 +124,7 @@ func (c Config) Validate() error {
 	return errors.Join(errs...)
 }
 
-// Addresses are the forms of Config.URL.
+// Addresses returns the forms of Config.URL, of all kinds, in words.
 func Addresses() string {
 	var all []string
 	for _, k := range Kinds() {
@@ -139,8 +140,7 @@ func (c Config) kind() Kind {
 	return c.Broker
 }
 
-// open connects to the broker of cfg, and finds or starts one if it has no
-// address.
+// open connects to the broker of cfg. Without an address it finds or starts one.
 func open(ctx context.Context, cfg Config, stderr io.Writer) (broker, error) {
 	p := cfg.platform()
 	a, err := cfg.Access.Open()

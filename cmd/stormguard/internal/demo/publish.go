@@ -25,8 +25,8 @@ func parseOrder(body []byte) (o order, err error) {
 	return o, err
 }
 
-// publish publishes all orders at their rate, whatever becomes of them. It
-// returns when the broker has confirmed each, or it is known that it will not.
+// publish publishes all orders at the rate of cfg, also while consumers fail. It
+// returns when the broker has confirmed or refused each of them.
 func publish(ctx context.Context, p plumbing, cfg Config, clock func() time.Duration, ledger *Ledger) error {
 	n := cfg.messages()
 	type sent struct {
@@ -35,7 +35,7 @@ func publish(ctx context.Context, p plumbing, cfg Config, clock func() time.Dura
 	}
 	all := make(chan sent, n)
 	result := make(chan error, 1)
-	go func() { // ends with all
+	go func() { // ends when all is closed
 		var first error
 		for s := range all {
 			if err := s.wait(ctx); err == nil {

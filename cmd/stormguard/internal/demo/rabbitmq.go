@@ -17,9 +17,9 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
-// deliveryLimit is the default of quorum queues from RabbitMQ 4.0 on; before,
-// there is none, and what is requeued goes to the queue's end. With one it goes
-// back to where it was.
+// deliveryLimit is the default limit of quorum queues from RabbitMQ 4.0 on. With a
+// limit a requeued message returns to its place. Earlier versions have no default
+// limit: there a requeued message goes to the queue's end.
 const deliveryLimit = 20
 
 var onRabbitMQ = platform{
@@ -40,7 +40,7 @@ var onRabbitMQ = platform{
 	found: brokers.RabbitMQ,
 }
 
-// rabbitServer is a RabbitMQ that runs.
+// rabbitServer is a running RabbitMQ.
 type rabbitServer struct{ dialer guardamqp.Dialer }
 
 func (rabbitServer) close() {}
@@ -51,10 +51,10 @@ type rabbitRun struct {
 	rabbitServer
 	queue, dlq string
 	conns      []*amqp091.Connection
-	publisher  *amqp091.Channel // of one goroutine
+	publisher  *amqp091.Channel // only send's goroutine uses it
 
-	mu   sync.Mutex // a channel is for one request at a time
-	asks *amqp091.Channel
+	mu   sync.Mutex       // guards asks: a channel has one request at a time
+	asks *amqp091.Channel // for all requests except publishing
 }
 
 func (b rabbitServer) lay(ctx context.Context, id string) (plumbing, error) {
@@ -91,7 +91,7 @@ func (p *rabbitRun) fit(ctx context.Context) error {
 	return nil
 }
 
-// connect opens a connection; the client's own dialling knows no context.
+// connect opens a connection. The client's own dialling takes no context.
 func (b rabbitServer) connect(ctx context.Context, name string) (*amqp091.Connection, error) {
 	url := b.dialer.URLs[0]
 	properties := amqp091.NewConnectionProperties()
@@ -120,9 +120,9 @@ func (p *rabbitRun) send(ctx context.Context, body []byte) (func(context.Context
 	}, nil
 }
 
-// ask looks at a queue: ready messages and consumers. What is delivered and not
-// acked AMQP does not tell; the ledger does, and after the consumer's end it is
-// ready again.
+// ask returns a queue's number of ready messages and consumers. AMQP does not
+// count unacked messages. The ledger counts them, and after the consumer's end
+// they are ready again.
 func (p *rabbitRun) ask(queue string) (amqp091.Queue, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -144,8 +144,8 @@ func (p *rabbitRun) buried(context.Context) (int, error) {
 	return q.Messages, err
 }
 
-// exhume takes the messages out of the DLQ: unacked, no more than 2,000 would
-// come.
+// exhume reads the messages of the DLQ and acks them: the broker delivers at most
+// 2,000 unacked messages.
 func (p *rabbitRun) exhume(ctx context.Context, start time.Time) ([]dead, error) {
 	n, err := p.buried(ctx)
 	if err != nil || n == 0 {
@@ -184,10 +184,11 @@ func (p *rabbitRun) exhume(ctx context.Context, start time.Time) ([]dead, error)
 	return out, nil
 }
 
-// diedHeader is the unguarded side's: AMQP keeps no time of arrival.
+// diedHeader is the unguarded side's header for the time of a dead letter: AMQP
+// keeps no time of arrival.
 const diedHeader = "died"
 
-// died is when a message became a dead letter, as either side tells it.
+// died is when a message became a dead letter, by the header of either side.
 func died(headers amqp091.Table) (time.Time, error) {
 	for _, name := range []string{diedHeader, "stormguard-last-failed"} {
 		if text, ok := headers[name].(string); ok {
@@ -201,7 +202,7 @@ func (p *rabbitRun) remove(context.Context) {
 	if p.asks != nil {
 		p.mu.Lock()
 		for _, name := range []string{p.queue, p.dlq} {
-			_, _ = p.asks.QueueDelete(name, false, false, false) // it may never have been made
+			_, _ = p.asks.QueueDelete(name, false, false, false) // the queue may not exist
 		}
 		p.mu.Unlock()
 	}

@@ -40,7 +40,7 @@ func (p *rabbitRun) unguarded(ctx context.Context, handle handler) error {
 		return err
 	}
 	confirms := letters.NotifyPublish(make(chan amqp091.Confirmation, lettersInFlight))
-	var pending []amqp091.Delivery // what became a dead letter, in the order of the confirms
+	var pending []amqp091.Delivery // deliveries whose dead letters are not confirmed, in the order of the confirms
 	for {
 		next := in
 		if len(pending) == lettersInFlight {
@@ -77,8 +77,8 @@ func (p *rabbitRun) unguarded(ctx context.Context, handle handler) error {
 	}
 }
 
-// settle does with a delivery what its handler's error asks for. One that went
-// to the DLQ is still to be acked.
+// settle acks, requeues or dead-letters a delivery, by its handler's error. If
+// buried is true, the caller acks the delivery when its dead letter is confirmed.
 func (p *rabbitRun) settle(ctx context.Context, d amqp091.Delivery, failed error, letters *amqp091.Channel) (buried bool, err error) {
 	switch {
 	case failed == nil:
@@ -95,9 +95,9 @@ func (p *rabbitRun) settle(ctx context.Context, d amqp091.Delivery, failed error
 	return true, err
 }
 
-// deliveries is how often a quorum queue has given the message out, this time
-// included. The second header counts nacks from RabbitMQ 4.3 on, where the first
-// does not any more.
+// deliveries is how often a quorum queue has delivered the message, including this
+// time. From RabbitMQ 4.3 on only the second header counts nacks; before, the
+// first one does.
 func deliveries(d amqp091.Delivery) int64 {
 	var most int64
 	for _, name := range []string{"x-delivery-count", "x-acquired-count"} {

@@ -11,7 +11,7 @@ import (
 	"strings"
 )
 
-// report is the last screen: curves, the table, and what happened in words.
+// report makes the last screen: curves, the table, and a summary in words.
 func report(cfg Config, o outcome, s style) string {
 	u, g := o.unguarded.figures, o.guarded.figures
 	const label = 34
@@ -23,7 +23,7 @@ func report(cfg Config, o outcome, s style) string {
 	add()
 	rows = append(rows, append(append(line{}.pad(label), line{{bold, "unguarded"}}.pad(column+2)...), span{bold, "guarded"}))
 
-	// One scale of time and one of height, so that the pictures compare.
+	// Both sides have the same scales of time and height, so that they compare.
 	whole := max(o.unguarded.end, o.guarded.end)
 	for _, c := range []struct {
 		label string
@@ -101,7 +101,7 @@ func alone(f Figures, cfg Config) string {
 	return short(f.Contain)
 }
 
-// short writes seconds with two digits that matter.
+// short formats seconds: two decimals below 1 s, else one.
 func short(seconds float64) string {
 	if seconds < 1 {
 		return fmt.Sprintf("%.2f s", seconds)
@@ -109,7 +109,7 @@ func short(seconds float64) string {
 	return fmt.Sprintf("%.1f s", seconds)
 }
 
-// sentence says what happened, good or bad.
+// sentence describes the outcome of both runs.
 func sentence(cfg Config, u, g Figures) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "The dependency was down for %s. Unguarded, it was called %s in that time and %s went to the DLQ; guarded, it was called %s and %s went there",
@@ -123,7 +123,7 @@ func sentence(cfg Config, u, g Figures) string {
 	return b.String()
 }
 
-// verdict says whether the bounds were kept, and which were not.
+// verdict says whether the guarded run kept the bounds, and names the broken ones.
 func verdict(cfg Config, u, g Figures) string {
 	judged := bounds(cfg.failure(), u, g)
 	var broken []string
@@ -138,7 +138,7 @@ func verdict(cfg Config, u, g Figures) string {
 	return fmt.Sprintf("Bounds for --errors %s: all %d kept.", cfg.failure(), len(judged))
 }
 
-// figure is a number of a bound, to two digits.
+// figure formats a number of a bound, with at most two decimals.
 func figure(x float64) string { return strconv.FormatFloat(math.Round(100*x)/100, 'f', -1, 64) }
 
 func times(n int) string {

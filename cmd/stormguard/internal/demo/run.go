@@ -12,11 +12,13 @@ import (
 	"time"
 )
 
-// trial is what a run leaves.
+// trial is the measurement of a run.
 type trial struct {
-	figures     Figures
-	end         time.Duration
-	calls       []float64 // per second, over the run
+	figures Figures
+	end     time.Duration
+
+	// curves: events per second in curveSteps equal steps of the run
+	calls       []float64
 	successes   []float64
 	deadLetters []float64
 }
@@ -24,19 +26,19 @@ type trial struct {
 const (
 	// curveSteps is the resolution of a trial's curves.
 	curveSteps = 240
-	// patience is how long after the last publish a run may take to settle
-	// everything before it is measured as it is.
+	// patience is how long a run may take after the last publish to settle all
+	// messages. After patience it is measured as it is.
 	patience = 45 * time.Second
-	// joinTimeout bounds how long a consumer may take to reach the broker.
+	// joinTimeout is the time limit for a consumer to reach the broker.
 	joinTimeout = 30 * time.Second
-	// frame is how often the view gets a sample.
+	// frame is the time between two samples of the view.
 	frame = 100 * time.Millisecond
 )
 
-// stage runs one side: publisher, outage, consumer. It returns when everything
-// is settled.
+// stage runs one side: publisher, outage and consumer. It returns when all
+// messages are settled, or after patience.
 //
-// Goroutines: publisher, outage, consumer and view, all ended before it returns.
+// Goroutines: publisher, outage, consumer and view; all end before stage returns.
 func stage(parent context.Context, cfg Config, b broker, s side, v view) (t trial, err error) {
 	p, err := b.lay(parent, strings.ToUpper(rand.Text()[:8]))
 	if p != nil {
@@ -121,7 +123,7 @@ func stage(parent context.Context, cfg Config, b broker, s side, v view) (t tria
 	if ctx.Err() != nil { // stopping failed
 		return t, context.Cause(ctx)
 	}
-	if settled { // else the figures say what is wrong
+	if settled { // else the figures show the unsettled messages
 		if err := acked(ctx, p, stopTimeout); err != nil {
 			return t, err
 		}
@@ -136,7 +138,7 @@ func stage(parent context.Context, cfg Config, b broker, s side, v view) (t tria
 	return t, nil
 }
 
-// outage kills the dependency and brings it back, at the instants of cfg.
+// outage kills the dependency and brings it back, at the times of cfg.
 func outage(ctx context.Context, cfg Config, dep *dependency, clock func() time.Duration, ledger *Ledger) error {
 	sleep := func(until time.Duration) error {
 		timer := time.NewTimer(until - clock())
@@ -161,8 +163,7 @@ func outage(ctx context.Context, cfg Config, dep *dependency, clock func() time.
 	return err
 }
 
-// join waits until the broker knows the consumer, so that the first message
-// finds it.
+// join waits until the broker knows the consumer: the first message must find it.
 func join(ctx context.Context, p plumbing) error {
 	give, cancel := context.WithTimeout(ctx, joinTimeout)
 	defer cancel()
@@ -178,9 +179,9 @@ func join(ctx context.Context, p plumbing) error {
 	return nil
 }
 
-// settle waits until everything is published, and neither ledger nor broker
-// knows of anything unsettled. After patience it lets the run be measured as it
-// is, and tells so.
+// settle waits until all messages are published, and ledger and broker have no
+// unsettled message. It returns false after patience: then the run is measured as
+// it is.
 func settle(ctx context.Context, p plumbing, ledger *Ledger, published, broken <-chan struct{}) (bool, error) {
 	for _, done := range []<-chan struct{}{published, broken} {
 		select {
@@ -190,7 +191,7 @@ func settle(ctx context.Context, p plumbing, ledger *Ledger, published, broken <
 	}
 	give, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	ok, err := poll(give, 3, func(ctx context.Context) (bool, error) { // thrice in a row: a nak may be on its way
+	ok, err := poll(give, 3, func(ctx context.Context) (bool, error) { // 3 times in a row: a nak may be on its way
 		if idle, err := p.idle(ctx); !idle || err != nil {
 			return false, err
 		}
@@ -206,8 +207,9 @@ func settle(ctx context.Context, p plumbing, ledger *Ledger, published, broken <
 	return ok, nil
 }
 
-// acked checks, after the consumer's end, that what it handled it has also
-// settled: some brokers tell only now, and the next consumer would get it again.
+// acked checks, after the consumer's end, that all handled messages are settled.
+// Some brokers tell this only after the end. An unsettled message would be
+// delivered again to the next consumer.
 func acked(ctx context.Context, p plumbing, within time.Duration) error {
 	give, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
@@ -223,8 +225,8 @@ func acked(ctx context.Context, p plumbing, within time.Duration) error {
 	return nil
 }
 
-// poll asks every frame until the answer was yes n times in a row; false when
-// ctx ends before that.
+// poll calls ask every frame until it was true n times in a row. It returns false
+// if ctx ends before.
 func poll(ctx context.Context, n int, ask func(context.Context) (bool, error)) (bool, error) {
 	tick := time.NewTicker(frame)
 	defer tick.Stop()

@@ -19,25 +19,25 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// side is a way to consume.
+// side is a way to consume: unguarded or guarded.
 type side interface {
 	name() string
-	how() string // in a line, for people
+	how() string // one line for people
 	// consume calls handle for one message after the other until ctx ends.
 	consume(ctx context.Context, p plumbing, handle handler) error
-	// look says what the side does at this instant; it may be called at any
-	// time during consume.
+	// look returns the state of the side now. Any goroutine may call it at any time
+	// during consume.
 	look() look
 }
 
-// look is what the live view shows of a side, apart from the ledger's counts.
+// look is the state of a side for the live view, apart from the ledger's counts.
 type look struct {
 	guarded      bool
 	breaker      string        // closed, open or half-open
 	probe        time.Duration // until the next probe
 	storm        bool
 	draining     bool
-	hold, window int
+	hold, window int // unsettled messages, and the most that the guard takes
 }
 
 // unguarded consumes as most programs do.
@@ -55,8 +55,8 @@ func (unguarded) consume(ctx context.Context, p plumbing, handle handler) error 
 type guarded struct {
 	on      platform
 	literal bool
-	console string                       // the address that serves it, if any
-	running *atomic.Pointer[guard.Guard] // while consume runs
+	console string                       // listen address of the console; empty: none
+	running *atomic.Pointer[guard.Guard] // nil unless consume runs
 }
 
 func newGuarded(on platform, literal bool, console string) guarded {
@@ -66,8 +66,8 @@ func newGuarded(on platform, literal bool, console string) guarded {
 func (guarded) name() string  { return "guarded" }
 func (s guarded) how() string { return s.on.guarded }
 
-// policy scales the storm thresholds down, so that an outage of seconds can be
-// a storm. All else is the default.
+// policy scales the storm thresholds down, unless literal is set, so that an
+// outage of seconds can be a storm. All other settings are defaults.
 func (s guarded) policy() guard.Policy {
 	if s.literal {
 		return guard.Policy{}
@@ -101,7 +101,8 @@ func (s guarded) consume(ctx context.Context, p plumbing, handle handler) (err e
 	})
 }
 
-// serve serves the console of the guard until stop is called.
+// serve serves the console of the guard, if it has an address, until stop is
+// called.
 func (s guarded) serve(g *guard.Guard) (stop func(), err error) {
 	if s.console == "" {
 		return func() {}, nil
@@ -130,7 +131,8 @@ func (s guarded) look() look {
 	for _, source := range g.Sources() {
 		st := source.State()
 		l.breaker, l.storm = st.Breaker.State.String(), st.Storm.Active
-		// Part of the window is the feed's: full is where intake stops.
+		// The feed has a part of the window. So the largest hold is smaller than the
+		// window: intake stops there.
 		l.hold = st.Account.Unsettled()
 		l.window = l.hold + st.Room
 		for _, h := range st.Holds {

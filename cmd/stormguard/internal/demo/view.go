@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// sample is a run at one instant.
+// sample is the state of a run at one instant.
 type sample struct {
 	at                               time.Duration
 	phase                            phase
@@ -17,17 +17,17 @@ type sample struct {
 	look
 }
 
-// backlog is what is neither handled nor dead-lettered.
+// backlog is the number of messages that wait: not handled and not dead-lettered.
 func (x sample) backlog() int { return max(0, x.published-x.handled-x.dead) }
 
-// view shows the runs while they run; one goroutine at a time uses it.
+// view shows a run's progress. One goroutine at a time uses it.
 type view interface {
 	begin(s side)
 	show(x sample)
 	end()
 }
 
-// newView is a picture on a terminal, else lines.
+// newView returns a picture on a terminal, else lines.
 func newView(w io.Writer, cfg Config) view {
 	if f, ok := terminal(w); ok {
 		return &live{out: f, cfg: cfg}
@@ -35,7 +35,7 @@ func newView(w io.Writer, cfg Config) view {
 	return &lines{out: w}
 }
 
-// lines prints a line a second.
+// lines prints one line per second.
 type lines struct {
 	out  io.Writer
 	side side

@@ -11,13 +11,13 @@ import (
 )
 
 // virtual runs f on virtual time, and returns when all goroutines that f started have
-// ended. Time goes on when all of them wait, so an hour takes as long as its events. A
-// panic of f, and a deadlock of what it started, are the error.
+// ended. Virtual time advances when all of them wait, so an hour takes as long as its
+// events. virtual returns a panic of f, or a deadlock of its goroutines, as the error.
 //
-// Go makes virtual time for tests only: [synctest.Test] wants a [testing.T]. It takes
-// its parent's name and output from it and nothing else, so the zero value will do, and
-// the program keeps its flags, its output and its exit code. TestVirtual fails if a
-// version of Go sees this differently.
+// Go has virtual time for tests only: [synctest.Test] wants a [testing.T]. It reads only
+// the parent's name and output from the T, so the zero value is enough. The program keeps
+// its flags, its output and its exit code. TestVirtual fails if a version of Go changes
+// this.
 func virtual(f func()) (err error) {
 	defer func() {
 		if v := recover(); v != nil {
@@ -26,7 +26,7 @@ func virtual(f func()) (err error) {
 	}()
 	var failed error
 	synctest.Test(new(testing.T), func(*testing.T) {
-		defer func() { // the zero T cannot report it
+		defer func() { // the zero T cannot report a panic
 			if v := recover(); v != nil {
 				failed = fmt.Errorf("liveness: %v\n%s", v, debug.Stack())
 			}

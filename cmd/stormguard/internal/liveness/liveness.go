@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package liveness runs the guard that ships through a table of loads, poison and
-// outages, on virtual time and an in-memory broker, and judges whether it goes on.
+// Package liveness runs the guard that ships through a table of loads, poison and outages,
+// on virtual time and an in-memory broker. It judges whether the guard makes progress.
 package liveness
 
 import (
@@ -22,22 +22,22 @@ import (
 
 // Config says what to run.
 type Config struct {
-	Seed  uint64
-	Seeds int    // draw so many seeds instead
-	Only  string // a regular expression of names
-	All   bool   // more outages, each order, thousands of hours
-	JSON  bool
+	Seed  uint64 // for all random draws
+	Seeds int    // number of random seeds that replace Seed; 0 uses Seed
+	Only  string // a regular expression for the names of rows; empty selects all
+	All   bool   // runs more outages, each order, thousands of hours
+	JSON  bool   // prints JSON, not a table
 }
 
-// ErrUsage means that a Config asks for what there is not.
+// ErrUsage means that a Config is wrong: a bad regular expression, or no row selected.
 var ErrUsage = errors.New("simulate liveness")
 
 // ErrFailed means that a row misses its limit.
 var ErrFailed = errors.New("a row misses its limit")
 
-// Run runs what cfg says and prints it. The error is [ErrFailed] if a row misses its
-// limit; its text names them. It ends soon after ctx, with its error and without a
-// table.
+// Run runs the rows that cfg selects, and prints them. The error is [ErrFailed] if a row
+// misses its limit; its text names these rows. If ctx ends, Run returns soon, with the
+// error of ctx and without a table.
 func Run(ctx context.Context, cfg Config, stdout, stderr io.Writer) error {
 	chosen, err := cfg.choose()
 	if err != nil {
@@ -101,9 +101,9 @@ func runAll(ctx context.Context, chosen []spec, seeds []uint64, stderr io.Writer
 	}
 	type job struct{ row, part int }
 	jobs := make(chan job)
-	var mu sync.Mutex // of what follows
+	var mu sync.Mutex // guards rows and the variables below
 	parts := make([]map[int]*trial, len(rows))
-	taken := make([]int, len(rows)) // so many parts are in the row
+	taken := make([]int, len(rows)) // number of parts in the row
 	outages, overtaken := make([]int, len(rows)), make([]int, len(rows))
 	finish := func(j job, t *trial, took time.Duration) {
 		mu.Lock()
@@ -152,7 +152,7 @@ func runAll(ctx context.Context, chosen []spec, seeds []uint64, stderr io.Writer
 	return rows
 }
 
-// runPart is one run of a row, in a bubble of its own.
+// runPart runs one part of a row, in a bubble of its own.
 func runPart(ctx context.Context, s spec, seed uint64, part int) *trial {
 	t := &trial{ctx: ctx, seed: seedOf(seed, s.name, part), index: part}
 	var err error
@@ -165,7 +165,7 @@ func runPart(ctx context.Context, s spec, seed uint64, part int) *trial {
 	return t
 }
 
-// finish judges what only all runs of a row can tell.
+// finish judges the figures that need all runs of a row.
 func (r *Row) finish(outages, overtaken int) {
 	if outages == 0 {
 		return

@@ -11,24 +11,24 @@ import (
 	"time"
 )
 
-// Row is what one load came to. A figure that does not apply is nil.
+// Row is the result of one load. A figure that does not apply is nil.
 type Row struct {
 	Name   string `json:"name"`
 	Order  string `json:"order"`
-	Class  string `json:"class"`  // of the errors
-	Poison int    `json:"poison"` // messages
+	Class  string `json:"class"`  // class of the errors
+	Poison int    `json:"poison"` // number of poison messages
 
-	Handled        *float64 `json:"handled_percent"` // of the healthy messages; of what a loop without a guard handles in flaky rows
+	Handled        *float64 `json:"handled_percent"` // of the healthy messages; in rows flaky-*-1000-* of the messages that a loop without a guard handles
 	HandledLimit   *float64 `json:"handled_limit_percent"`
 	Letters        int      `json:"healthy_dead_letters"`
 	LettersLimit   int      `json:"healthy_dead_letters_limit"`
-	Passed         *float64 `json:"passed_seconds"` // until the message behind the poison, or the first after an outage, was handled
+	Passed         *float64 `json:"passed_seconds"` // until the message behind the poison, or the first message after an outage, was handled
 	PassedLimit    *float64 `json:"passed_limit_seconds"`
-	Drained        *float64 `json:"drained_seconds"` // until all that was held, or all poison, was settled
+	Drained        *float64 `json:"drained_seconds"` // until all held messages, or all poison, were settled
 	DrainedLimit   *float64 `json:"drained_limit_seconds"`
-	Calls          *float64 `json:"calls_percent"` // in the outage, of what a loop without a guard makes
+	Calls          *float64 `json:"calls_percent"` // in the outage, compared with the calls of a loop without a guard
 	CallsLimit     *float64 `json:"calls_limit_percent"`
-	Overtaken      *float64 `json:"overtaken_percent"` // outages in which a message was handled before one in front of it
+	Overtaken      *float64 `json:"overtaken_percent"` // outages in which a message was handled before an earlier message of its lane
 	OvertakenLimit *float64 `json:"overtaken_limit_percent"`
 
 	Seed   uint64   `json:"seed"`
@@ -37,27 +37,27 @@ type Row struct {
 	Missed []string `json:"missed,omitempty"`
 }
 
-// spec is a row to be run.
+// spec describes a row to run.
 type spec struct {
 	name  string
 	order string
 	class class
-	long  bool // only with All
-	parts int  // runs of do; each in a bubble of its own
+	long  bool // runs only with All, or if Only selects it
+	parts int  // number of runs of do, each in a bubble of its own
 	do    func(t *trial) error
 }
 
 // trial is one run of a row, in a bubble of its own.
 type trial struct {
 	ctx   context.Context //nolint:containedctx // the command's
-	seed  uint64          // of what is drawn
-	index int             // of the row's runs
+	seed  uint64          // for the random draws
+	index int             // index of this run in its row
 
 	Row
 	outages, overtaken int
 }
 
-// seedOf makes a row's own seed: rows do not share their draws.
+// seedOf makes a seed for one run of a row: runs do not share their draws.
 func seedOf(seed uint64, name string, part int) uint64 {
 	h := fnv.New64a()
 	fmt.Fprintf(h, "%d/%s/%d", seed, name, part)
@@ -80,8 +80,8 @@ func (t *trial) missf(format string, args ...any) {
 	t.Missed = append(t.Missed, fmt.Sprintf(format, args...))
 }
 
-// passed and drained keep the worst of the row's times, measured by its limit. A time
-// below 0 is one that never came.
+// passed and drained keep the worst time of the run, as a part of its limit. A time below 0
+// means that the event never came.
 func (t *trial) passed(took, limit time.Duration) {
 	worst(&t.Passed, &t.PassedLimit, took, limit)
 	t.within("passed", took, limit)
@@ -108,7 +108,7 @@ func worst(v, limit **float64, took, most time.Duration) {
 	}
 }
 
-// letters takes the healthy messages that were dead-lettered.
+// letters adds n healthy messages that were dead-lettered, and sets their limit.
 func (t *trial) letters(n, limit int) {
 	t.Letters += n
 	t.LettersLimit = limit
@@ -131,7 +131,7 @@ func (t *trial) called(percent, most float64) {
 	}
 }
 
-// take adds a run of the row to those before it.
+// take adds a run to its row.
 func (r *Row) take(t *trial) {
 	r.Poison += t.Poison
 	r.Letters += t.Letters

@@ -22,32 +22,32 @@ const (
 
 // The limits of the table.
 const (
-	passBase, passEach    = 2 * time.Second, 500 * time.Millisecond // adjacent poison
-	messageBase           = time.Second                             // … whose errors say so
-	recoveryBase          = time.Second                             // idle after an outage …
-	recoveryShare         = 10                                      // … and its part of the outage …
-	recoveryMost          = 30 * time.Second                        // … up to this
-	headEach              = time.Second                             // a poison message at the head
-	flakyLetters          = 20                                      // healthy ones, unknown errors
-	mostCalls             = 1                                       // percent, but no less than fewestCalls
-	mostOvertaken         = 5                                       // percent of the outages, at 2 ms
-	formulaShare          = 0.9                                     // delays are drawn
-	idleLetters           = 6                                       // guesses in 20 minutes …
-	slowLetters           = 2                                       // … where a message comes now and then
-	flapLetters           = 20                                      // an hour, unknown errors: the small balance
+	passBase, passEach    = 2 * time.Second, 500 * time.Millisecond // adjacent poison with unknown errors: once, and for each message
+	messageBase           = time.Second                             // replaces passBase if the errors blame the message
+	recoveryBase          = time.Second                             // idle time after an outage, see recoveryLimit
+	recoveryShare         = 10                                      // further idle time: the outage divided by this
+	recoveryMost          = 30 * time.Second                        // most idle time by recoveryShare
+	headEach              = time.Second                             // for each poison message at the head
+	flakyLetters          = 20                                      // healthy dead letters with unknown errors
+	mostCalls             = 1                                       // percent of an unguarded loop's calls, but at least fewestCalls
+	mostOvertaken         = 5                                       // percent of the outages, with calls of 2 ms
+	formulaShare          = 0.9                                     // part of the formula's rate: retry delays are drawn
+	idleLetters           = 6                                       // guesses in 20 minutes without traffic
+	slowLetters           = 2                                       // guesses in 20 minutes with a message now and then
+	flapLetters           = 20                                      // healthy dead letters an hour with unknown errors: the small balance
 	guessShare            = 120                                     // percent of the patience before a guess
-	probeEvery            = 30 * time.Second                        // of a breaker that has been open for long
+	probeEvery            = 30 * time.Second                        // between the probes of a breaker that was open for long
 	outageRate            = 1000
 	manyRuns, manyAll     = 150, 1500
 	randomRuns, randomAll = 40, 2000
-	mostAdjacent          = 64 // poison messages in a row, and those that proven poison may cost at once
-	provenCredits         = 500
-	sparseAll             = 110 // of 96 hours each
-	sparseGaps            = 3   // times between two messages until one comes, and tells
-	sparseMost            = 8   // guesses in an outage of at most two hours: each waits twice as long as the last
+	mostAdjacent          = 64  // poison messages in a row
+	provenCredits         = 500 // credits for proven poison at the start
+	sparseAll             = 110 // runs of 96 hours each
+	sparseGaps            = 3   // mean gaps within which a message comes, and shows that the dependency is back
+	sparseMost            = 8   // guesses in an outage of at most two hours: each waits twice as long as the one before
 )
 
-// specs is the table.
+// specs returns the rows of the table.
 func specs(all bool) []spec {
 	s := sheet{all: all}
 	s.poison()
@@ -65,7 +65,7 @@ func specs(all bool) []spec {
 	return s.rows
 }
 
-// sheet is the table in the making.
+// sheet collects the rows of the table.
 type sheet struct {
 	all  bool
 	rows []spec
@@ -76,7 +76,7 @@ func (s *sheet) add(name string, o guard.Order, c class, parts int, do func(*tri
 	return &s.rows[len(s.rows)-1]
 }
 
-// many is how many runs a row has.
+// many is the number of a row's runs: n, or all with Config.All.
 func (s *sheet) many(n, all int) int {
 	if s.all {
 		return all
@@ -84,7 +84,7 @@ func (s *sheet) many(n, all int) int {
 	return n
 }
 
-// poison is adjacent poison.
+// poison adds the rows with adjacent poison.
 func (s *sheet) poison() {
 	for _, n := range []int{1, 2, 3, 5, 8, 20, 64} {
 		for _, c := range []class{unknown, message} {
@@ -99,7 +99,7 @@ func (s *sheet) poison() {
 	}
 }
 
-// idle is an outage at a source without traffic, or with little.
+// idle adds the rows with an outage at a source with little or no traffic.
 func (s *sheet) idle() {
 	for _, o := range orders {
 		for _, n := range []int{1, 8, 64} {
@@ -111,7 +111,7 @@ func (s *sheet) idle() {
 	}
 }
 
-// flapping is a dependency that is up for a while and down for as long, over and over.
+// flapping adds the rows with a dependency that is in turn up and down for equal times.
 func (s *sheet) flapping() {
 	for _, o := range orders {
 		for _, c := range []class{unknown, refused} {
@@ -126,7 +126,7 @@ func (s *sheet) flapping() {
 	}
 }
 
-// flaky is steady poison, and a dependency that fails at random.
+// flaky adds the rows with steady poison, or with a dependency that fails at random.
 func (s *sheet) flaky() {
 	steady := func(name string, o guard.Order, l load) {
 		l.order, l.call = o, callTime
@@ -185,7 +185,8 @@ func (s *sheet) outages() {
 	}
 }
 
-// recoveries is how soon a source goes on, and who is overtaken then.
+// recoveries adds the rows that measure how soon a source goes on after an outage, and
+// which share of the outages has an overtaken message.
 func (s *sheet) recoveries() {
 	for _, length := range []time.Duration{time.Second, 20 * time.Second, 5 * time.Minute, 20 * time.Minute} {
 		s.add("recovery-"+short(length), guard.OrderSource, unknown, s.many(5, 100), func(t *trial) error { return t.recovery(length) })
@@ -201,7 +202,7 @@ func (s *sheet) recoveries() {
 	}
 }
 
-// short is a duration as names have it: 5m, 20s, 50ms.
+// short formats a duration for a row's name: 5m, 20s, 50ms.
 func short(d time.Duration) string {
 	s := d.String()
 	if strings.HasSuffix(s, "m0s") {
@@ -210,7 +211,7 @@ func short(d time.Duration) string {
 	return s
 }
 
-// world begins one for the trial; the trial's end is its end.
+// world makes a world for the trial, calls run, and closes the world.
 func (t *trial) world(l load, run func(w *world) error) error {
 	w, err := newWorld(t.ctx, t.seed, l)
 	if err != nil {
@@ -228,7 +229,7 @@ func (t *trial) world(l load, run func(w *world) error) error {
 	return runErr
 }
 
-// adjacent sends poison messages next to each other, and a healthy one behind them.
+// adjacent sends n poison messages in a row, and a healthy one behind them.
 func (t *trial) adjacent(n int, c class, o guard.Order) error {
 	return t.adjacentOf(load{order: o, rate: 10, call: callTime, says: c}, n, c)
 }
@@ -247,8 +248,8 @@ func (t *trial) adjacentOf(l load, n int, c class) error {
 	})
 }
 
-// adjacentIdle does so at a source that has nothing else, and sends the healthy one
-// when the guard has stood still for 30 s.
+// adjacentIdle sends n poison messages to a source without other traffic. It sends the
+// healthy message when the guard has stood still for 30 s.
 func (t *trial) adjacentIdle(n int, o guard.Order) error {
 	return t.world(load{order: o, rate: 10, call: callTime, says: unknown}, func(w *world) error {
 		s := w.all[0]
@@ -263,8 +264,8 @@ func (t *trial) adjacentIdle(n int, o guard.Order) error {
 	})
 }
 
-// alone sends poison after which nothing comes for an hour. Until then guesses are all
-// there is.
+// alone sends n poison messages, and then nothing for an hour. In this hour only guesses
+// can dead-letter them.
 func (t *trial) alone(n int, o guard.Order) error {
 	return t.world(load{order: o, rate: 10, call: callTime, says: unknown}, func(w *world) error {
 		s := w.all[0]
@@ -275,7 +276,7 @@ func (t *trial) alone(n int, o guard.Order) error {
 		s.send(n, true)
 		w.until(time.Hour, func() bool { return w.sum().letters > 0 })
 		doubt := n - 1
-		if n > 3 { // a storm is seen first
+		if n > 3 { // the guard sees a storm first
 			doubt = 6
 		}
 		first, limit := s.lastAt()-from, passBase+(patience<<doubt)*guessShare/100
@@ -300,7 +301,7 @@ func (t *trial) alone(n int, o guard.Order) error {
 	})
 }
 
-// idleOutage sends healthy messages at once when the dependency is down, and no more.
+// idleOutage sends n healthy messages at once while the dependency is down, and no more.
 func (t *trial) idleOutage(n int, o guard.Order) error {
 	return t.world(load{order: o, rate: 10, call: callTime}, func(w *world) error {
 		s := w.all[0]
@@ -313,7 +314,7 @@ func (t *trial) idleOutage(n int, o guard.Order) error {
 	})
 }
 
-// slowOutage takes the dependency from a source to which little comes.
+// slowOutage is an outage at a source with little traffic.
 func (t *trial) slowOutage(every time.Duration, o guard.Order) error {
 	return t.world(load{order: o, rate: 1 / every.Seconds(), call: callTime}, func(w *world) error {
 		w.pass(3 * every)
@@ -326,7 +327,7 @@ func (t *trial) slowOutage(every time.Duration, o guard.Order) error {
 	})
 }
 
-// guesses ends an outage of 20 minutes in which so many guesses are allowed.
+// guesses lets an outage last 20 minutes and ends it. It allows most guesses.
 func (t *trial) guesses(w *world, most int) error {
 	const length = 20 * time.Minute
 	w.pass(length)
@@ -344,7 +345,7 @@ func (t *trial) guesses(w *world, most int) error {
 	return nil
 }
 
-// flap takes the dependency away and brings it back for an hour.
+// flap takes the dependency away and brings it back, in turns of span, for an hour.
 func (t *trial) flap(l load, span time.Duration, c class) error {
 	return t.world(l, func(w *world) error {
 		w.pass(warmUp)
@@ -365,7 +366,8 @@ func (t *trial) flap(l load, span time.Duration, c class) error {
 	})
 }
 
-// behind waits until the message that send sends is handled, and all poison settled.
+// behind calls send, and waits until the message that send returns is handled and all
+// poison is settled.
 func (t *trial) behind(w *world, s *source, n int, limit time.Duration, send func() int) {
 	from := w.now()
 	m := send()
@@ -386,7 +388,7 @@ func (t *trial) behind(w *world, s *source, n int, limit time.Duration, send fun
 	t.drained(drained, limit)
 }
 
-// steady runs a load for 10 minutes, and gives what is left 5 s.
+// steady runs a load for 10 minutes, and then waits 5 s for its last messages.
 func (t *trial) steady(l load) error {
 	const length, grace = 10 * time.Minute, 5 * time.Second
 	l.says = unknown
@@ -413,8 +415,8 @@ func (t *trial) steady(l load) error {
 	})
 }
 
-// flakyMuch compares a flaky dependency's load with what a loop without a guard
-// handles of it.
+// flakyMuch compares the handled messages with those of a loop without a guard, at a flaky
+// dependency.
 func (t *trial) flakyMuch(l load) error {
 	const length = 5 * time.Minute
 	return t.world(l, func(w *world) error {
@@ -430,7 +432,7 @@ func (t *trial) flakyMuch(l load) error {
 	})
 }
 
-// outage takes the dependency away for a while, and may send poison when it ends.
+// outage takes the dependency away for a while, and can send poison at the end.
 func (t *trial) outage(l load, length time.Duration, c class, burst int) error {
 	l.says = unknown
 	return t.world(l, func(w *world) error {
@@ -453,8 +455,8 @@ func (t *trial) outage(l load, length time.Duration, c class, burst int) error {
 	})
 }
 
-// recoveryLimit is how long a source may stand idle after an outage. A call that
-// hangs when it ends hangs on.
+// recoveryLimit is how long a source may be idle after an outage. A call that hangs at the
+// end of the outage goes on hanging.
 func recoveryLimit(length time.Duration, c class) time.Duration {
 	limit := recoveryBase + min(length/recoveryShare, recoveryMost)
 	if c == hang {
@@ -463,8 +465,8 @@ func recoveryLimit(length time.Duration, c class) time.Duration {
 	return limit
 }
 
-// recovers waits for the first success after an outage, and then until all that was
-// held is settled. Of that time since is counted as well.
+// recovers waits for the first success after an outage, and then until all held messages
+// are settled. The drained time counts from that success.
 func (t *trial) recovers(w *world, idle time.Duration, each time.Duration) {
 	s := w.all[0]
 	w.until(2*idle+time.Minute, func() bool { return w.idle() >= 0 })
@@ -481,7 +483,7 @@ func (t *trial) recovers(w *world, idle time.Duration, each time.Duration) {
 	t.drained(drained, limit)
 }
 
-// head ends an outage of 35 s with poison at the head.
+// head is an outage of 35 s with n poison messages at the head when it ends.
 func (t *trial) head(o guard.Order, n int) error {
 	const length = 35 * time.Second
 	return t.world(load{order: o, rate: 100, call: callTime, says: unknown}, func(w *world) error {
@@ -504,7 +506,7 @@ func (t *trial) head(o guard.Order, n int) error {
 	})
 }
 
-// recovery measures how long a source stands idle after an outage.
+// recovery measures how long a source is idle after an outage.
 func (t *trial) recovery(length time.Duration) error {
 	return t.world(load{order: guard.OrderSource, rate: 100, call: callTime}, func(w *world) error {
 		w.pass(warmUp)
@@ -519,7 +521,7 @@ func (t *trial) recovery(length time.Duration) error {
 	})
 }
 
-// many is one outage of a length that is drawn.
+// many is one outage. Its length is drawn between low and top.
 func (t *trial) many(low, top, call time.Duration) error {
 	r := rand.New(rand.NewPCG(t.seed, 3))
 	length := low + time.Duration(r.Int64N(int64(top-low)))
@@ -579,8 +581,8 @@ func (d dice) load() load {
 	return l
 }
 
-// random draws loads, poison, outages, flakiness and epochs. After the last of them
-// every source must settle all that it was handed.
+// random draws loads, poison, outages, flakiness and epochs. After the last fault every
+// source must settle all its messages.
 func (t *trial) random() error {
 	d := dice{rand.New(rand.NewPCG(t.seed, 4))}
 	l := d.load()
@@ -606,7 +608,7 @@ func (t *trial) random() error {
 			w.pass(d.span(100*time.Millisecond, 20*time.Second))
 		}
 		t.goesOn(w, d, w.recovery())
-		most := 2 // several outages in a row are a dependency that flaps; docs/design.md
+		most := 2 // several outages in a row count as a flapping dependency; docs/design.md
 		if l.flaky > 0 && l.fails == unknown {
 			most = flakyLetters * len(w.all)
 		}
@@ -620,7 +622,7 @@ func (t *trial) random() error {
 }
 
 // sparse draws days of little traffic, with outages, poison and epochs. After the last
-// of them every source must settle all that it was handed, when messages come.
+// fault, when messages come, every source must settle all its messages.
 func (t *trial) sparse(length time.Duration) error {
 	d := dice{rand.New(rand.NewPCG(t.seed, 5))}
 	l := d.load()
@@ -655,7 +657,7 @@ func (t *trial) sparse(length time.Duration) error {
 	})
 }
 
-// outage is one in which epochs may end.
+// outage is one outage. During it the epochs of sources may end.
 func (d dice) outage(w *world, length time.Duration, c class) error {
 	w.fail(c)
 	for d.chance(0.3) && length > time.Second {
@@ -671,8 +673,8 @@ func (d dice) outage(w *world, length time.Duration, c class) error {
 	return nil
 }
 
-// goesOn ends all faults. What each source was handed until now must be settled in time.
-// The loads go on: what a source without traffic can do is a row of its own.
+// goesOn ends all faults. Each source must settle its messages so far in time. The loads
+// go on: sources without traffic have rows of their own.
 func (t *trial) goesOn(w *world, d dice, idle time.Duration) {
 	each := passEach + doubtCosts(w.flaky)
 	w.mu.Lock()

@@ -21,11 +21,12 @@ const (
 	window    = 1024
 	callLimit = 30 * time.Second // Policy.Timeout
 	patience  = 10 * time.Second // Retry.Patience
-	looksMost = 64               // messages that one look tries at most
+	looksMost = 64               // most messages that one look tries
 )
 
-// unguarded is how many messages a loop without a guard handles in a time: with the
-// same calls, retries, delays, order and window, and no breaker.
+// unguarded simulates a loop without a guard for the time length, and returns the number of
+// handled messages. The loop has the same calls, retries, delays, order and window as a
+// guard, and no breaker.
 func unguarded(l load, seed uint64, length time.Duration) (handled int) {
 	r := rand.New(rand.NewPCG(seed, 2))
 	keys := max(l.keys, 1)
@@ -36,7 +37,7 @@ func unguarded(l load, seed uint64, length time.Duration) (handled int) {
 	var ready []int           // lanes whose head may be tried
 	queues := map[int][]job{} // by lane
 	var waits delays          // lanes whose head waits for its retry
-	var now time.Duration     // the loop's
+	var now time.Duration     // time since the loop began
 	next, unsettled, begun := 0, 0, map[int]bool{}
 	lane := func(m int) int {
 		switch l.order {
@@ -120,8 +121,8 @@ func (d *delays) Pop() any {
 	return last
 }
 
-// unguardedCalls is how often a loop without a guard calls a dependency that is down:
-// attempts for each message, one after the other, with no delay between them.
+// unguardedCalls is how often a loop without a guard calls a dependency that is down: it
+// makes all attempts of each message one after the other, without delays.
 func unguardedCalls(l load, c class, length time.Duration) float64 {
 	each := l.call
 	if c == hang {
@@ -130,12 +131,15 @@ func unguardedCalls(l load, c class, length time.Duration) float64 {
 	return max(1, min(length.Seconds()/each.Seconds(), attempts*l.rate*length.Seconds()))
 }
 
-// fewestCalls is what an outage costs however few calls a loop without a guard makes:
-// one message's attempts; of each poison message that is being retried when the outage
-// begins, a call if its error says that the dependency is down, else its attempts; one
-// look, and what its first groups ask the head, if the errors are of unknown class; and
-// the probes without which the recovery could not be seen within a tenth of the outage,
-// each with one message more where calls hang.
+// fewestCalls is the number of calls that any outage may cost. It is the sum of
+//
+//   - the attempts of one message;
+//   - for each poison message that is being retried when the outage begins: all attempts
+//     with errors of unknown class, else one call, whose error says that the dependency is
+//     down;
+//   - with errors of unknown class: one look, and the calls of the head in its groups;
+//   - the probes that show a recovery within a tenth of the outage, and one more message
+//     for each probe if calls hang.
 func fewestCalls(l load, c class, length time.Duration) float64 {
 	n := attempts
 	if c == unknown {
@@ -155,8 +159,9 @@ func fewestCalls(l load, c class, length time.Duration) float64 {
 	return float64(n + probes)
 }
 
-// retried is how much poison is being retried at an instant: the mean of what comes
-// meanwhile, two standard deviations more, and no more than there are lanes.
+// retried is the number of poison messages being retried at an instant: the mean number
+// that arrives during retries, plus two standard deviations, but at most the number of
+// lanes.
 func (l load) retried() int {
 	mean := l.rate * l.poison * poisonCosts(l.call).Seconds()
 	n := int(math.Ceil(mean + 2*math.Sqrt(mean)))
@@ -170,14 +175,14 @@ func (l load) retried() int {
 	}
 }
 
-// rampFor is how long the guard's ramp takes to let so many messages through.
+// rampFor is how long the guard's ramp takes to let n messages through.
 func rampFor(n int) time.Duration {
 	return guard.Ramp{}.WithDefaults().At(float64(max(n, 1)))
 }
 
-// poisonCosts is how long a poison message of unknown errors keeps an ordered source:
-// the delays before its retries, half of each on average; one delay more after the
-// proof of life; and its calls, with that of the witness.
+// poisonCosts is how long a poison message with unknown errors stops an ordered source. It
+// adds up the delays before its retries (half of each on average), one more delay after the
+// proof of life, its calls, and the call of the witness.
 func poisonCosts(call time.Duration) time.Duration {
 	cost := time.Duration(0)
 	for n := range attempts - 1 {
@@ -187,9 +192,9 @@ func poisonCosts(call time.Duration) time.Duration {
 	return cost + (attempts+3)*call
 }
 
-// doubtCosts is how much longer a poison message may keep a source whose dependency
-// failed at random before: it gets so many attempts that chance is no excuse, and a
-// delay before each.
+// doubtCosts is how much longer a poison message may stop a source whose dependency failed
+// at random before. The message gets so many attempts that all fail by chance only once in
+// a million, and a delay before each.
 func doubtCosts(flaky float64) time.Duration {
 	if flaky <= 0 {
 		return 0

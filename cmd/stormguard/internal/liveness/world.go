@@ -23,14 +23,14 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// class is what the errors of a dependency that is down or flaky look like.
+// class is the kind of errors of a dependency that is down or flaky.
 type class string
 
 const (
-	unknown class = "unknown" // nothing in the error tells whose fault it is
-	refused class = "refused" // a connection that is refused
-	message class = "message" // the body cannot be read
-	hang    class = "timeout" // no answer until the handler's time is up
+	unknown class = "unknown" // the error does not show whose fault it is
+	refused class = "refused" // the connection is refused
+	message class = "message" // the message's body cannot be read
+	hang    class = "timeout" // no answer until the handler's timeout
 )
 
 var (
@@ -45,25 +45,24 @@ var (
 	}))
 )
 
-// load is what a world's sources get, and how its dependency behaves between faults.
+// load describes the messages of a world's sources, and its dependency between faults.
 type load struct {
 	order  guard.Order
-	rate   float64       // messages a second and source
-	call   time.Duration // how long the dependency takes to answer
-	keys   uint64        // unset means 16
+	rate   float64       // messages per second and source
+	call   time.Duration // the dependency's time to answer
+	keys   uint64        // number of keys; unset means 16
 	poison float64       // share of the messages that never succeed
 	says   class         // errors of poison: unknown or message
 	flaky  float64       // share of the calls that fail at random
-	fails  class         // errors of those
+	fails  class         // errors of the calls that fail at random
 	parts  int           // sources that share the dependency; unset means 1
 
-	// policy is for tests: a guard with something left out. Unset means the defaults.
+	// policy is for tests that switch a part of the guard off. Unset means the defaults.
 	policy guard.Policy
 }
 
-// world is one guard with its sources, an in-memory broker and a dependency, all in
-// one bubble. Its methods but those of the handler are called by the bubble's first
-// goroutine.
+// world is one guard with its sources, an in-memory broker and a dependency, all in one
+// bubble. The bubble's first goroutine calls all its methods except the handler's.
 type world struct {
 	load
 
@@ -71,20 +70,22 @@ type world struct {
 	start time.Time
 	g     *guard.Guard
 	all   []*source
-	wrong []string // what must never be
+	wrong []string // broken invariants
 
-	mu    sync.Mutex // below
-	rng   *rand.Rand // of what is drawn while it runs
-	down  class      // how the dependency fails just now; empty while it is up
-	calls int
+	mu    sync.Mutex // guards the fields below, and wrong in mistakef
+	rng   *rand.Rand // for all draws during the run
+	down  class      // how the dependency fails now; empty while it is up
+	calls int        // calls of the dependency since the latest fail
 
-	// since is the end of the last outage, first the first success after it.
+	// since is the end of the latest outage, first the first success after that end.
 	since, first time.Duration
-	began        time.Duration // of that outage, or of the first with no success since
-	hung         time.Duration // when calls that hang were over, the last time
+	// began is the begin of the latest outage. Outages without a success between them
+	// count as one.
+	began time.Duration
+	hung  time.Duration // end of the latest outage whose calls hang
 }
 
-// What became of a message.
+// The states of a message.
 const (
 	waiting uint8 = iota
 	handled
@@ -97,9 +98,9 @@ type entry struct {
 	poison bool
 }
 
-// source is one partition of the broker, and the epoch of it that is open. Messages
-// are numbers, in the order in which they were sent. It keeps all that is not settled
-// and hands it over again to the next epoch.
+// source is one partition of the broker, and its open epoch. Messages are numbers, in the
+// order of sending. A source keeps unsettled messages and delivers them again to the next
+// epoch.
 type source struct {
 	w    *world
 	name string
@@ -108,36 +109,37 @@ type source struct {
 	stop context.CancelFunc
 	over sync.WaitGroup
 
-	mu      sync.Mutex // below
-	log     []entry    // messages handed over at least once, and those sent by hand
-	next    int        // the first that was not handed over yet
-	ends    int        // messages sent so far, if the load is over; -1 while it lasts
-	from    time.Duration
-	at      int // the message that was sent at from, those after it at the load's rate
-	poisons int // poison messages handed over
-	healthy int // healthy messages that were handled
-	letters int // healthy messages that were dead-lettered
-	buried  int // poison messages that were dead-lettered
-	last    time.Duration
+	mu      sync.Mutex    // guards the fields below
+	log     []entry       // messages delivered at least once, and messages of send
+	next    int           // the first message that was not delivered yet
+	ends    int           // messages sent so far, if the load is over; -1 while it lasts
+	from    time.Duration // when the message at was sent
+	at      int           // a message; later messages follow at the load's rate
+	poisons int           // poison messages in log
+	healthy int           // handled messages
+	letters int           // healthy messages that were dead-lettered
+	buried  int           // poison messages that were dead-lettered
+	last    time.Duration // when the latest message was settled
 	changed chan struct{} // the load was changed
 
-	// goal is a number of messages, reached when all before it were settled.
+	// goal is the message that aim waits for: open counts the unsettled messages before it.
 	goal, open int
-	reached    time.Duration
+	reached    time.Duration // when open became 0; never until then
 
-	watched   int // a message, and when it was handled
-	watchedAt time.Duration
+	watched   int           // the message of watch; -1 is none
+	watchedAt time.Duration // when watched was handled; never until then
 
-	overtaken bool        // a message was handled before one in front of it was
-	front     map[int]int // the last message of each lane that was handled
+	overtaken bool        // a message was handled before an earlier message of its lane
+	front     map[int]int // the last handled message of each lane
 
-	// burst are messages that are poison whatever the load says: from, and how many.
+	// burst is the first of bursts messages that are poison regardless of the load. -1 is
+	// none.
 	burst, bursts int
 }
 
 const never = time.Duration(-1)
 
-// defaultKeys is how many keys a load has.
+// defaultKeys is the number of keys of a load that sets none.
 const defaultKeys = 16
 
 func newWorld(ctx context.Context, seed uint64, l load) (*world, error) {
@@ -163,9 +165,9 @@ func newWorld(ctx context.Context, seed uint64, l load) (*world, error) {
 	return w, nil
 }
 
-// close ends the world. Whatever was wrong with it is in wrong then.
+// close ends the world. Then wrong holds all broken invariants.
 func (w *world) close() error {
-	// A handler needs its timeout at most; the rest is the guard's.
+	// A handler needs its timeout at most. The guard needs the other minute.
 	ctx, cancel := context.WithTimeout(context.Background(), callLimit+time.Minute)
 	defer cancel()
 	_, err := w.g.Close(ctx)
@@ -182,21 +184,21 @@ func (w *world) close() error {
 // now is the time since the world began.
 func (w *world) now() time.Duration { return time.Since(w.start) }
 
-// pass lets time go by, until the command is interrupted.
+// pass waits for the duration d, or until the command is interrupted.
 func (w *world) pass(d time.Duration) {
 	for end := w.now() + d; w.ctx.Err() == nil && w.now() < end; w.check() {
 		time.Sleep(min(end-w.now(), time.Second))
 	}
 }
 
-// until lets time go by until f, which is asked every 50 ms, or for so long.
+// until waits until f is true, for d at most. It asks f every 50 ms.
 func (w *world) until(d time.Duration, f func() bool) {
 	for end := w.now() + d; w.ctx.Err() == nil && w.now() < end && !f(); w.check() {
 		time.Sleep(50 * time.Millisecond)
 	}
 }
 
-// check looks for what must never be.
+// check adds broken invariants of the sources' accounts to wrong.
 func (w *world) check() {
 	if len(w.wrong) > 3 {
 		return
@@ -219,12 +221,12 @@ func (w *world) fail(c class) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.down, w.calls = c, 0
-	if w.since < 0 || w.first >= 0 { // else the breaker has not seen that the last one was over
+	if w.since < 0 || w.first >= 0 { // else the breaker has not seen the end of the previous outage
 		w.began = w.now()
 	}
 }
 
-// mend brings the dependency back, and says how often it was called while it was down.
+// mend brings the dependency back. It returns the number of calls during the outage.
 func (w *world) mend() (calls int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -235,8 +237,9 @@ func (w *world) mend() (calls int) {
 	return w.calls
 }
 
-// recovery is how long a source may stand idle after the outage that has ended last.
-// Outages with no success between them are one. A call that hangs when it ends hangs on.
+// recovery is how long a source may be idle after the latest outage. Outages without a
+// success between them count as one. A call that hangs at the end of the outage goes on
+// hanging.
 func (w *world) recovery() time.Duration {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -250,8 +253,7 @@ func (w *world) recovery() time.Duration {
 	}
 }
 
-// idle is the time from the end of the outage to the first success; never if there
-// was none.
+// idle is the time from the end of the outage to the first success, or never.
 func (w *world) idle() time.Duration {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -289,7 +291,7 @@ func (s *source) end() {
 	}
 }
 
-// deliver hands over what is not settled, and then each message when it is sent.
+// deliver delivers unsettled messages, and then each message when it is sent.
 func (s *source) deliver(ctx context.Context, in chan<- int) {
 	s.mu.Lock()
 	var again []int
@@ -336,8 +338,8 @@ func (s *source) deliver(ctx context.Context, in chan<- int) {
 	}
 }
 
-// sent is the message that is next, or how long it takes until it is sent: below 0 if
-// nothing is to come.
+// sent returns the next message, or the time until it is sent. wait is below 0 if no more
+// messages come.
 func (s *source) sent() (m int, wait time.Duration) {
 	now := s.w.now()
 	s.mu.Lock()
@@ -367,7 +369,7 @@ func (s *source) append(poison bool) {
 	s.log = append(s.log, entry{poison: poison})
 }
 
-// draw is true with this chance.
+// draw is true with the probability chance.
 func (w *world) draw(chance float64) bool {
 	if chance <= 0 {
 		return false
@@ -384,7 +386,7 @@ func (s *source) quiet() {
 	s.ends = s.dueLocked()
 }
 
-// dueLocked is how many messages were sent until now.
+// dueLocked is the number of messages sent until now. The caller holds mu.
 func (s *source) dueLocked() int {
 	if s.ends >= 0 {
 		return max(s.ends, len(s.log))
@@ -400,13 +402,13 @@ func (s *source) poke() {
 	}
 }
 
-// send sends messages at once, behind what the load has sent until now, and returns the
-// number of the first.
+// send sends n messages at once, behind the messages that the load has sent until now. It
+// returns the first of them.
 func (s *source) send(n int, poison bool) (first int) {
 	s.mu.Lock()
 	if s.ends < 0 {
 		due := s.dueLocked()
-		s.from += time.Duration(float64(due-s.at) / s.w.rate * float64(time.Second)) // of the load's next
+		s.from += time.Duration(float64(due-s.at) / s.w.rate * float64(time.Second)) // when the load's next message is due
 		for len(s.log) < due {
 			s.append(s.w.draw(s.w.poison))
 		}
@@ -425,8 +427,9 @@ func (s *source) send(n int, poison bool) (first int) {
 	return first
 }
 
-// spoil sends up to n poison messages at once: no more than pass without an operator.
-// docs/operating.md lists more than 64 at a time, and more than there are credits for.
+// spoil sends up to n poison messages at once, but no more than pass without an operator.
+// These are 64 at a time, and as many as there are credits for. docs/operating.md lists
+// larger cases.
 func (s *source) spoil(n int) {
 	s.mu.Lock()
 	poison := s.poisons - s.buried
@@ -437,7 +440,7 @@ func (s *source) spoil(n int) {
 	}
 }
 
-// headPoison makes poison of the oldest messages that are not settled.
+// headPoison makes the n oldest healthy unsettled messages poison.
 func (s *source) headPoison(n int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -450,15 +453,15 @@ func (s *source) headPoison(n int) {
 	}
 }
 
-// nextPoison makes poison of the messages that are handed over next.
+// nextPoison makes the next n new messages poison.
 func (s *source) nextPoison(n int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.burst, s.bursts = len(s.log), n
 }
 
-// aim begins to wait until all that was handed over, and the burst, is settled. It
-// returns how many messages and poison messages that are.
+// aim sets goal, so that reachedAt tells when all messages of log and of the burst are
+// settled. It returns the number of unsettled messages, and of poison among them.
 func (s *source) aim() (open, poison int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -487,21 +490,22 @@ func (s *source) reachedAt() time.Duration {
 	return s.reached
 }
 
-// watch begins to wait for the handling of a message.
+// watch makes watchedTime tell when the message m is handled.
 func (s *source) watch(m int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.watched, s.watchedAt = m, never
 }
 
-// sum is what came of the messages so far.
+// sum counts the messages of all sources by their state.
 type sum struct {
 	sent, poison, handled, healthyLetters, letters int
-	healthy                                        float64 // of those sent
+	healthy                                        float64 // healthy messages among sent
 	overtaken                                      bool
 }
 
-// sum counts the messages of all sources that were sent so far, at the broker too.
+// sum counts the messages of all sources that were sent so far, including messages that
+// wait at the broker.
 func (w *world) sum() (n sum) {
 	for _, s := range w.all {
 		s.mu.Lock()
@@ -518,7 +522,7 @@ func (w *world) sum() (n sum) {
 	return n
 }
 
-// handle is the handler: it asks the dependency.
+// handle is the handler: it calls the dependency.
 func (s *source) handle(ctx context.Context, m int) error {
 	w := s.w
 	s.mu.Lock()
@@ -564,7 +568,8 @@ func errorOf(c class) error {
 	}
 }
 
-// settle takes a message off, and tells whether it was there.
+// settle marks a waiting message as handled or dead. If the message was settled otherwise
+// before, settle records a broken invariant.
 func (s *source) settle(m int, state uint8) {
 	now := s.w.now()
 	s.mu.Lock()
@@ -597,7 +602,7 @@ func (s *source) settle(m int, state uint8) {
 	}
 }
 
-// place notes whether a message was handled after one behind it in its lane.
+// place sets overtaken if a later message of the lane was handled before m.
 func (s *source) place(m int) {
 	lane := 0
 	switch s.w.order {
@@ -661,7 +666,7 @@ func (p port) Return(ms []int, _ guard.Reason) error {
 func (port) Demand(int)   {}
 func (port) Flush() error { return nil }
 
-// again ends the source's epoch and opens the next.
+// again ends the source's epoch and opens the next one.
 func (s *source) again() error {
 	s.end()
 	return s.begin()

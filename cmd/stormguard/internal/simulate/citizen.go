@@ -14,30 +14,30 @@ import (
 
 const leaveWithin = 9 * time.Second
 
-// A citizen is a member's part in the fleet's configuration: the section of fleet over
-// the member's own session and books, driven as package fleet drives it.
+// A citizen is a member's part in the fleet's configuration. It runs the configurator over
+// the member's session and limiter, in the same way as package fleet.
 type citizen struct {
 	m       *member
 	config  *fleetstate.Configurator
-	leaving bool
-	left    bool // the session is leaving
+	leaving bool // leave was called
+	left    bool // the share is given up, and the session leaves
 }
 
-// books are the node's, behind a clock.
+// books is the member's limiter with the member's clock: the applier of its configurator.
 type books struct {
 	*escrow.Node
 	m *member
 }
 
-// Applied is that of [fleetstate.Applier]: as of now, and not as of the node's last step.
+// Applied is [fleetstate.Applier]'s, as of now, not as of the node's last step.
 func (b books) Applied() uint64 {
 	own, _ := b.m.w.net.Clock(b.m.id)
 	b.Tick(own)
 	return b.Node.Applied()
 }
 
-// newCitizen is the part of an incarnation that begins now. It mints nothing until it has read
-// the register.
+// newCitizen makes the citizen of an incarnation that begins now. The node mints nothing
+// until the citizen has read the register.
 func newCitizen(m *member, now time.Duration) (*citizen, error) {
 	m.node.Mint(now)
 	c := &citizen{m: m}
@@ -49,7 +49,8 @@ func newCitizen(m *member, now time.Duration) (*citizen, error) {
 	return c, err
 }
 
-// step does what is due, and what the session must hear of.
+// step ticks the configurator, writes to the register, and ends the session of a leaver.
+// It returns changed as true if the session must step.
 func (c *citizen) step(now time.Duration, wall int64, actions []gossip.Action, changed bool) ([]gossip.Action, bool) {
 	if !c.left && now >= c.config.Wake() {
 		c.config.Tick(now)
@@ -62,7 +63,7 @@ func (c *citizen) step(now time.Duration, wall int64, actions []gossip.Action, c
 	return actions, changed
 }
 
-// wake is when step wants to be called next.
+// wake returns when step must be called next.
 func (c *citizen) wake() time.Duration {
 	if c.left {
 		return gossip.Never
@@ -70,7 +71,7 @@ func (c *citizen) wake() time.Duration {
 	return c.config.Wake()
 }
 
-// ended tells whether nobody waits for a leaver's share any more.
+// ended tells, once, that a leaver's share is given up.
 func (c *citizen) ended(now time.Duration) bool {
 	if !c.leaving || c.left {
 		return false
@@ -80,7 +81,7 @@ func (c *citizen) ended(now time.Duration) bool {
 	return c.left
 }
 
-// leave begins to give the share up; who is no member has none.
+// leave begins to give up the share. A process that is no member has none.
 func (c *citizen) leave(now time.Duration) {
 	switch err := c.config.Leave(now, now+leaveWithin); {
 	case errors.Is(err, fleetstate.ErrMember):
@@ -90,7 +91,7 @@ func (c *citizen) leave(now time.Duration) {
 	c.leaving = true
 }
 
-// ask has a node's process do something about the configuration, and its driver see it.
+// ask calls do for a node's citizen at the time at, and wakes its driver.
 func (w *world) ask(at time.Duration, id int, do func(c *citizen, now time.Duration)) {
 	w.net.At(at, func() {
 		m := w.members[id]
@@ -104,7 +105,7 @@ func (w *world) ask(at time.Duration, id int, do func(c *citizen, now time.Durat
 	})
 }
 
-// set has a member's operator change the newest configuration.
+// set has the operator at the node id change the newest configuration.
 func (w *world) set(at time.Duration, id int, change fleetstate.Change) {
 	w.ask(at, id, func(c *citizen, now time.Duration) {
 		number, _ := c.config.Number()
@@ -114,7 +115,7 @@ func (w *world) set(at time.Duration, id int, change fleetstate.Change) {
 	})
 }
 
-// evict has a member's operator say that another one does not run.
+// evict has the operator at the node id evict the node whom.
 func (w *world) evict(at time.Duration, id, whom int) {
 	w.ask(at, id, func(c *citizen, now time.Duration) {
 		number, _ := c.config.Number()
@@ -124,8 +125,9 @@ func (w *world) evict(at time.Duration, id, whom int) {
 	})
 }
 
-// agreed is what all that live know: how many configurations after the initial one are
-// complete, and how many members have a share in the newest; 0 if they differ.
+// agreed returns what all running nodes agree on: how many configurations after the initial
+// one are complete, and how many members have a share in the newest. members is 0 if the
+// nodes differ.
 func (w *world) agreed() (completed, members int) {
 	first := true
 	var number uint64
@@ -152,8 +154,8 @@ func (w *world) agreed() (completed, members int) {
 	return completed, members
 }
 
-// over ends a process whose session says that its incarnation is over: by leaving, or
-// because another has its name or it was evicted. Who did not leave is started again.
+// over ends a process whose incarnation is over: it has left, was evicted, or another
+// process has its name. A process that did not leave is started again.
 func (m *member) over(how gossip.ActionKind) {
 	w := m.w
 	w.net.At(w.net.Now(), func() {

@@ -21,32 +21,32 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/gossip/simnet"
 )
 
-// An exploration begins with faults, at random instants and in any order. Then
-// everything is mended, and all load is at one node at a time, which needs what the
-// others can lend. After settle that is judged, until each was hot twice.
+// An exploration begins with faults, at random instants and in any order. Then all faults
+// end, and all load is at one node at a time, which needs loans of the others. After settle
+// the run is judged, until each node was hot twice.
 const (
-	quiet    = 1500 * time.Millisecond // before the first fault: all have met, and mint
-	troubled = 14 * time.Second        // long enough for some to be lost to each other
-	settle   = 8 * time.Second         // to meet again, 5.1 s, to mint, 1.011 s, and a second and more
+	quiet    = 1500 * time.Millisecond // before the first fault: all nodes meet, and mint
+	troubled = 14 * time.Second        // span of the faults: nodes may be lost to each other
+	settle   = 8 * time.Second         // 5.1 s to meet again, 1.011 s to mint, and over a second more
 	unheard  = 200 * time.Millisecond  // from the loss of the register until a process notices it
-	turn     = 500 * time.Millisecond
+	turn     = 500 * time.Millisecond  // how long each node is hot
 
-	admits = 2  // percent, of the rate that may be missing
-	part   = 10 // percent, of its turns that may be missing at one node
+	admits = 2  // percent of the rate that the fleet may be off
+	part   = 10 // percent of its share that one node may miss
 )
 
 // ExploreConfig says what to explore.
 type ExploreConfig struct {
 	Seed uint64
-	Runs int // draw so many seeds from Seed, one for each run; 0 is one run, of Seed itself
-	JSON bool
+	Runs int  // number of runs, each with a seed drawn from Seed; 0 is one run, of Seed itself
+	JSON bool // prints JSON, not text
 
-	// Register makes the store of the configuration for the run of a seed, and what
-	// closes it. It must be empty. nil is one in memory.
+	// Register makes an empty register for the run of a seed, and a function that closes
+	// it. Several goroutines call Register. nil uses a register in memory.
 	Register func(ctx context.Context, seed uint64) (r register.Register, closes func(), err error)
 }
 
-// An Exploration is what one run came to.
+// An Exploration is the result of one run.
 type Exploration struct {
 	Seed   uint64   `json:"seed"`
 	Nodes  int      `json:"nodes"`
@@ -54,19 +54,19 @@ type Exploration struct {
 
 	Over   float64 `json:"over_budget_tokens"`
 	Stated float64 `json:"stated_extra_tokens"` // for machines that stood still, and for evictions
-	Error  float64 `json:"error_percent"`       // in the end, when all is mended
-	Least  float64 `json:"least_share"`         // of one node then, times its part
+	Error  float64 `json:"error_percent"`       // in the judged span, after all faults
+	Least  float64 `json:"least_share"`         // of one node in the judged span, as a multiple of its fair part
 
-	Unknown int `json:"unknown_writes"` // to the register: whoever wrote was not told the outcome
+	Unknown int `json:"unknown_writes"` // writes to the register whose writer was not told the outcome
 
 	Trace string   `json:"trace_hash"`
-	Why   []string `json:"why,omitempty"` // it failed
+	Why   []string `json:"why,omitempty"` // reasons why the run failed
 }
 
-// A mishap makes one fault begin at t, has it end at until, and tells what it is.
+// A mishap schedules one fault from t to until, and returns its description.
 type mishap func(e *explored, t, until time.Duration) string
 
-// mishaps are all that may happen.
+// mishaps are all possible faults.
 var mishaps = []mishap{
 	func(e *explored, t, until time.Duration) string {
 		node := e.node()
@@ -93,7 +93,7 @@ var mishaps = []mishap{
 	},
 	func(e *explored, t, until time.Duration) string {
 		node := e.node()
-		e.stated += float64(e.w.sc.burstTokens) // loans that it spends after they were written off
+		e.stated += float64(e.w.sc.burstTokens) // its loans, spent after the lenders wrote them off
 		e.w.net.At(t, func() { e.w.net.Pause(node, until-t) })
 		return fmt.Sprintf("%d's machine stands still", node)
 	},
@@ -103,7 +103,7 @@ var mishaps = []mishap{
 		return fmt.Sprintf("%d's clock steps by %v", node, by)
 	},
 	func(e *explored, t, _ time.Duration) string {
-		ppm := e.rng.IntN(981) - 490 // all of them, or their errors would cancel out
+		ppm := e.rng.IntN(981) - 490 // the same for all: else their errors cancel out
 		for node := range e.w.sc.nodes {
 			e.w.net.At(t, func() { e.w.net.Drift(node, ppm) })
 		}
@@ -119,7 +119,7 @@ var mishaps = []mishap{
 	func(e *explored, t, until time.Duration) string {
 		lost := e.rng.Perm(e.w.sc.nodes)[:1+e.rng.IntN(e.w.sc.nodes)]
 		e.w.unplug(t, until, lost...)
-		e.reweigh(min(t+time.Duration(e.rng.Int64N(int64(unheard))), quiet+troubled), lost[0]) // its write is lost, or arrives late
+		e.reweigh(min(t+time.Duration(e.rng.Int64N(int64(unheard))), quiet+troubled), lost[0]) // the write is lost, or arrives late
 		return fmt.Sprintf("%v lose the register", lost)
 	},
 	func(e *explored, t, _ time.Duration) string { // two operators at once
@@ -130,9 +130,9 @@ var mishaps = []mishap{
 	},
 	func(e *explored, t, _ time.Duration) string {
 		by, node := e.node(), e.node()
-		// One that runs mints its share until it hears of it, when all is mended at the latest.
-		// It weighs three at most, the others one at least. An operator who had lost the register
-		// may evict up to 1.2 s after that.
+		// An evicted node that runs mints its share until it hears of the eviction, at the
+		// latest after the end of all faults. It weighs at most three, the others at least
+		// one. An operator who had lost the register may evict up to 1.2 s after that end.
 		share := 3 / float64(e.w.sc.nodes+2)
 		e.stated += share * (float64(e.w.sc.burstTokens) + e.w.sc.rate*(quiet+troubled+2*time.Second-t).Seconds())
 		e.w.ask(t, by, func(c *citizen, now time.Duration) {
@@ -147,24 +147,23 @@ var mishaps = []mishap{
 type explored struct {
 	w      *world
 	rng    *rand.Rand
-	link   simnet.Link // while nothing is wrong
-	stated float64
+	link   simnet.Link // without a fault
+	stated float64     // tokens above the bound that the faults may cost
 	faults []string
 }
 
 func (e *explored) node() int { return e.rng.IntN(e.w.sc.nodes) }
 
-// reweigh has a node's operator change the weight of one.
+// reweigh has an operator at the node by change the weight of a random node.
 func (e *explored) reweigh(t time.Duration, by int) {
 	change := fleetstate.Change{Weights: map[string]int{e.w.names[e.node()]: 1 + e.rng.IntN(3)}}
 	e.w.ask(t, by, func(c *citizen, now time.Duration) {
 		number, _ := c.config.Number()
-		_, _ = c.config.Set(now, number, change, "explore") // the other was faster, or nothing is known yet
+		_, _ = c.config.Set(now, number, change, "explore") // may fail: another operator was faster, or no configuration is known yet
 	})
 }
 
-// explore is one run, on a register that is empty. The error is the context's, or why the
-// register did not answer.
+// explore is one run, on an empty register. The error is the context's or the register's.
 func explore(ctx context.Context, seed uint64, r register.Register) (x Exploration, err error) {
 	rng := rand.New(rand.NewPCG(seed, 0xe))
 	sc := base("explore", 2+rng.IntN(5), nil)
@@ -226,7 +225,7 @@ func explore(ctx context.Context, seed uint64, r register.Register) (x Explorati
 	return x, nil
 }
 
-// run makes the register of a run, and runs it.
+// run makes the register of a run, and explores with it.
 func (cfg *ExploreConfig) run(ctx context.Context, seed uint64) (Exploration, error) {
 	if cfg.Register == nil {
 		return explore(ctx, seed, new(register.Memory))
@@ -239,9 +238,9 @@ func (cfg *ExploreConfig) run(ctx context.Context, seed uint64) (Exploration, er
 	return explore(ctx, seed, r)
 }
 
-// Explore runs what cfg says, prints each run that fails, and a line of all. The
-// error is [ErrFailed] if one did, or why a register did not answer. It ends soon after ctx,
-// with its error.
+// Explore runs the seeds of cfg, and prints each failed run and one summary line. The error
+// is [ErrFailed] if a run failed, or the error of a register that did not answer. If ctx
+// ends, Explore returns soon, with the error of ctx.
 func Explore(ctx context.Context, cfg ExploreConfig, stdout io.Writer) error {
 	seeds := []uint64{cfg.Seed}
 	if cfg.Runs > 0 {
@@ -259,7 +258,7 @@ func Explore(ctx context.Context, cfg ExploreConfig, stdout io.Writer) error {
 			for seed := range next {
 				x, err := cfg.run(ctx, seed)
 				if err != nil {
-					stop(fmt.Errorf("seed %d: %w", seed, err)) // the first counts
+					stop(fmt.Errorf("seed %d: %w", seed, err)) // the first error counts
 					continue
 				}
 				mu.Lock()

@@ -9,22 +9,22 @@ import (
 	"time"
 )
 
-// What a row's fault is said to cost, in percent of the rate, is made of what the
-// row and the limiter are made of, and of no measured figure. What is measured must
-// be within it and reach 30 % of it, in the row and where the row is changed.
+// A formula states the cost of a row's fault, in percent of the rate. It uses only the
+// settings of the row and the constants of the limiter, no measured figure. The measured
+// cost must be between 30 % and 100 % of the formula, also when the row is changed.
 
-// The limiter's and the session's constants that the formulas are made of.
+// Constants of the limiter and of the session that the formulas use.
 const (
 	keepAlive = 50 * time.Millisecond
-	lost      = 200 * keepAlive           // a peer that was silent for so long is lost
-	meet      = 5*time.Second + keepAlive // until who is lost is tried again, at most, and has answered
-	forecast  = 10 * time.Millisecond     // a window of it
-	ppm       = 500e-6                    // minted less by every node: its clock may be that fast
+	lost      = 200 * keepAlive           // after this silence a peer counts as lost
+	meet      = 5*time.Second + keepAlive // at most until a lost peer is tried again and has answered
+	forecast  = 10 * time.Millisecond     // one window of the forecast
+	ppm       = 500e-6                    // each node mints this part less: its clock may be fast by as much
 	floor     = 2 * time.Millisecond
-	oneWay    = linkBase + linkJitter // the mean
-	minPace   = 2 * time.Millisecond  // between two steps of a key: a tenth of a refill, but
-	maxPace   = 50 * time.Millisecond
-	notice    = 20 * time.Millisecond // until it is sure that a demand is over: two windows of the forecast
+	oneWay    = linkBase + linkJitter // mean delay of a packet
+	minPace   = 2 * time.Millisecond  // least time between two steps of a key, which is a tenth of a refill
+	maxPace   = 50 * time.Millisecond // most time between two steps of a key
+	notice    = 20 * time.Millisecond // until the end of a demand is sure: two windows of the forecast
 )
 
 // pace is the time between two steps of a key.
@@ -32,37 +32,41 @@ func (sc *scenario) pace() time.Duration {
 	return min(max(time.Duration(float64(sc.burstTokens)/sc.rate*1e9/10), minPace), maxPace)
 }
 
-// judged is how long a window is.
+// judged is the length of a judged window.
 func (sc *scenario) judged() time.Duration { return min(window, sc.to-sc.from) }
 
 // share is a node's part of the limit.
 func (sc *scenario) share() float64 { return 1 / float64(sc.nodes) }
 
-// slowest is what no packet of a run takes longer than, in 99 runs of 100: of n
-// exponential delays the largest exceeds ln(100·n) means in one. n are the packets of
-// a fleet that has something to say at each floor.
+// slowest is the delay that no packet exceeds in 99 of 100 runs. The largest of n
+// exponential delays exceeds ln(100·n) means in one run of 100. n counts the packets of a
+// fleet that sends at each floor.
 func (sc *scenario) slowest() time.Duration {
 	n := float64(sc.nodes*(sc.nodes-1)) * sc.length.Seconds() / max(floor, sc.floor).Seconds()
 	return linkBase + time.Duration(float64(linkJitter)*math.Log(100*n))
 }
 
-// states is a formula, and what it does not say may not be.
+// states sets the formula of a row, and allows no error beyond the formula.
 func (sc *scenario) states(cost float64, why string) {
 	sc.gate, sc.formula, sc.formulaWhy, sc.maxError = Printed, cost, why, 0
 }
 
-// rotationCost is for a load that is all at one node, and after every at another.
+// rotationCost is the cost of a load that is all at one node, and moves to another node
+// after each duration every.
 //
-// Nothing of the rate is lost, if two things hold. The caps of those who lend,
-// which are B/R of their mint, hold what they mint until the node that was hot has
-// noticed that it is not, and has said what it returns. And the node that is hot
-// catches up within its turn, with what demand there is above the rate: it does
-// not have the others' mint for one loop, from needing to having, and needs
-// (1-s)·loop/(φ-1) to use it. Then a window can lack only what the others minted in
-// the last loop of it: (1-s)·loop of its length, and the worst window ends in the
-// slowest of its turns. Its delay exceeds ln(100·turns) times the jitter in one run of
-// a hundred. ok tells whether both hold, with the ln(turns) of a usual run; where they
-// do not, caps fill in each turn, and there is no formula.
+// The fleet loses nothing of the rate, if two conditions hold:
+//
+//   - A lender's cap is B/R of its mint. It holds the lender's tokens until the previous
+//     hot node has noticed that its demand is over, and has said what it returns.
+//   - The hot node catches up within its turn, by the demand above the rate. It lacks the
+//     others' mint for one loop, from the need to the loan, and takes (1-s)·loop/(φ-1) to
+//     use it.
+//
+// Then a window can lack only the others' mint of its last loop: (1-s)·loop of its length.
+// The worst window ends in the slowest of its turns. The delay of that turn exceeds
+// ln(100·turns) times the jitter in one run of a hundred. ok tells whether both conditions
+// hold, with the ln(turns) of a usual run. If not, caps fill in each turn, and there is no
+// formula.
 func (sc *scenario) rotationCost(every time.Duration) (cost float64, why string, ok bool) {
 	W := sc.judged()
 	turns := W.Seconds() / every.Seconds()
@@ -78,28 +82,29 @@ func (sc *scenario) rotationCost(every time.Duration) (cost float64, why string,
 	return cost, fmt.Sprintf("500 ppm, and (1-1/N)·C of a window's 10 s, C = 2·(pace + floor + delay) = %.0f ms from needing to having, in the slowest of its turns in 99 of 100 runs", 1e3*loop), ok
 }
 
-// burstLossCost is for a load at one node at a time, over links each of which is
-// by turns good and bad, for exponential times of means g and b.
+// burstLossCost is the cost of a load at one node at a time. Each link is by turns good
+// and bad, for exponential times of means g and b.
 //
-// A lender mints until what it minted and has not been accounted for fills its cap:
-// until its age is B/R. It is accounted for when it came through to the borrower,
-// was used, and that came through to the lender. Without a bad link that takes
-// C = pace + 2·(floor + delay), half a pace and a floor and a delay each way. What
-// is left, S = B/R - C, has to do for the two links. The way there is a queue: it
-// grows by 1 while the link is bad, and falls by δ while it is good, since the
-// borrower uses loans before its own tokens and so has φ-(1-s) to spare for a
-// lender's s. It is longer than x with probability a·exp(-ηx), a = p·(1+1/δ),
-// η = 1/b - 1/(gδ), p = b/(g+b) (Anick, Mitra and Sondhi, Stochastic theory of a
-// data-handling system with multiple sources, 1982, with one source). The way back
-// is no queue, as one report accounts for all: it has been bad for longer than x
-// with probability p·exp(-x/b). P is the probability that the sum exceeds S. The
-// queue has no end here, and in truth ends at the cap: so P is too large, by a
-// factor of up to two where much is lost.
+// A lender stops minting when its cap is full of unreported tokens: when the oldest has
+// the age B/R. A token is reported when the borrower got it and used it, and the lender
+// heard so. Over good links this takes C = pace + 2·(floor + delay): each way half a pace,
+// a floor and a delay. The two links may add S = B/R - C.
 //
-// On top of the mean (1-s)·P: two standard deviations of a window, since it is few
-// and long outages that exceed S, each by 1/η on average; and what lies at the
-// lenders when the window ends, at most their caps, and no more than the longest
-// outage of the run keeps there.
+// The way to the borrower is a queue. It grows by 1 while the link is bad. It falls by δ
+// while the link is good: the borrower uses loans before its own tokens, and so has φ-(1-s)
+// to spare for a lender's s. The queue is longer than x with probability a·exp(-ηx),
+// a = p·(1+1/δ), η = 1/b - 1/(gδ), p = b/(g+b) (Anick, Mitra and Sondhi, Stochastic theory
+// of a data-handling system with multiple sources, 1982, with one source). The way back is
+// no queue, as one report accounts for all tokens. It has been bad for longer than x with
+// probability p·exp(-x/b).
+//
+// P is the probability that the sum exceeds S. The real queue ends at the cap, this one
+// has no end. So P is too large, by a factor of up to two where much is lost.
+//
+// The cost is the mean (1-s)·P plus two terms. The first is two standard deviations of a
+// window: few and long outages exceed S, each by 1/η on average. The second is the tokens
+// at the lenders when the window ends: at most their caps, and at most the mint of the
+// longest outage of the run.
 func (sc *scenario) burstLossCost() (cost float64, why string) {
 	g, b := sc.burst.Good.Seconds(), sc.burst.Bad.Seconds()
 	s, W := sc.share(), sc.judged().Seconds()
@@ -123,22 +128,22 @@ func (sc *scenario) burstLossCost() (cost float64, why string) {
 		100*mean, 100*spread, 100*edge)
 }
 
-// saturationCost is for a limit all of whose nodes are asked, all the time, for
-// times as much as they mint.
+// saturationCost is the cost of a limit whose nodes all have a demand of times their mint,
+// all the time.
 //
-// Nothing is lost, but what a node has is less than a token most of the time, and
-// of the rest it keeps some until it is asked for. The whole tokens at a node are
-// a queue D/M/1, tokens being who arrives and messages who serves: n ≥ 1 of them
-// with probability (1-σ)·σⁿ⁻¹/φ, σ = exp(-φ(1-σ)). The part of the next one is
-// uniform. Between a window's beginning and its end all of them together change by
-// √(2N) such deviations, either way. As many windows are looked at as tokens are
-// minted at a node while a window slides, for each key: what the worst of them
-// exceeds in one run of a hundred is √(2·ln(100·windows)) deviations.
+// No token is lost. But a node has less than one token most of the time, and keeps the
+// others until a message asks for them. The whole tokens at a node are a queue D/M/1:
+// tokens arrive, and messages serve them. There are n ≥ 1 tokens with probability
+// (1-σ)·σⁿ⁻¹/φ, σ = exp(-φ(1-σ)). The part of the next token is uniform. Between the begin
+// and the end of a window all nodes together change by √(2N) such deviations, up or down.
+// For each key the number of windows is the number of tokens that a node mints while a
+// window slides. In one run of a hundred the worst window exceeds √(2·ln(100·windows))
+// deviations.
 //
-// It takes that nodes lend to each other, which they do up to a demand of some
-// three times the limit, or all of them would have the same part of a token at the
-// same time; and that the ideal bucket is spent by the time it is looked at, after
-// B/((φ-1)·R).
+// The formula has two conditions, and ok tells whether both hold. Nodes lend to each other,
+// as they do up to a demand of about three times the limit: else all of them would have the
+// same part of a token at the same time. And the ideal bucket is spent when judging begins:
+// this takes B/((φ-1)·R).
 func (sc *scenario) saturationCost(times float64) (cost float64, why string, ok bool) {
 	sigma := 0.
 	for range 200 {
@@ -154,10 +159,10 @@ func (sc *scenario) saturationCost(times float64) (cost float64, why string, ok 
 		"either way: 500 ppm, and %.1f deviations, %.0f tokens, of what %d nodes keep of their own until it is asked for", worst, tokens, sc.nodes), ok
 }
 
-// deafness is for how long two do not hear each other at most, if packets between
-// them are lost for the time of a cut and none is lost otherwise: a keep-alive before,
-// and after it another, or, where the cut was long enough for them to be lost to each
-// other, what it takes to meet.
+// deafness is the longest silence between two nodes, if a cut drops all packets between
+// them and no other packet is lost. It is the cut, a keep-alive before and another one
+// after. If the cut is so long that the nodes are lost to each other, the time to meet
+// again replaces the second keep-alive.
 func deafness(cut time.Duration) time.Duration {
 	if cut+keepAlive < lost {
 		return cut + 2*keepAlive
@@ -165,28 +170,28 @@ func deafness(cut time.Duration) time.Duration {
 	return cut + keepAlive + meet
 }
 
-// takenOver is what two sides of a split, P of them, admit more than the limit if
-// each takes over the other's rate after a while: P times the rate and not once,
-// from then until all hear each other. (P-1)·(B + R·(T-After)), of T the longest
-// silence of any pair. What is admitted before the last pair has met is less, since
-// each that meets another counts it in.
+// takenOver is the number of tokens that the P = 2 sides of a split admit above the limit.
+// Each side takes over the other's rate after silence.After. From then until all nodes hear
+// each other the fleet has P times the rate. The formula is (P-1)·(B + R·(T-After)), with T
+// the longest silence of any pair. The true number is lower: nodes that have met count each
+// other before the last pair has met.
 func (sc *scenario) takenOver(silence time.Duration) float64 {
 	return float64(sc.burstTokens) + sc.rate*max(0, silence-sc.silence.After).Seconds()
 }
 
-// resumptionCost is for a fleet all of whose load is at one node, which stood still
-// until all caps were full, and then goes on for a while.
+// resumptionCost is the cost of a stop, for a fleet with all its load at one node. The
+// node stood still until all caps were full, and then runs for the time on.
 //
-// The ideal bucket is full then as well. It loses nothing, and is empty when the
-// window ends; so what is missing is what the fleet could not mint, since caps were
-// full, and what it still has at the end.
+// The ideal bucket is full after the stop as well. It loses nothing, and is empty when the
+// window ends. So the fleet lacks the tokens that it could not mint with full caps, and
+// the tokens that it still has at the end.
 //
-// The lenders mint nothing until what they lent is reported as used: a window until
-// the forecast sees that there is a demand, two paces, and three hops, of the need,
-// the loan and the report. The node itself mints nothing while it has loans, since
-// it spends those first; it was lent (1-s)·B at most, which lasts for (1-s)·B over
-// (φ-(1-s))·R, what is asked for less what goes on being lent. At the end a token
-// that is lent is on its way for a pace and a hop.
+// The lenders mint nothing until their loans are reported as used. This takes a window
+// until the forecast sees the demand, two paces, and three hops: of the need, the loan and
+// the report. The node itself mints nothing while it has loans, since it spends them
+// first. It has at most (1-s)·B of loans. They last for (1-s)·B over (φ-(1-s))·R, the
+// demand less the further loans. At the end a lent token is on its way for a pace and a
+// hop.
 func (sc *scenario) resumptionCost(on time.Duration) (cost float64, why string) {
 	s, R, B := sc.share(), sc.rate, float64(sc.burstTokens)
 	hop := max(floor, sc.floor) + oneWay

@@ -9,13 +9,13 @@ import (
 )
 
 const (
-	// bin is the resolution in which windows are looked at.
+	// bin is the resolution of windows.
 	bin = 10 * time.Millisecond
-	// window is what an error is measured over.
+	// window is the span over which an error is measured.
 	window = 10 * time.Second
 )
 
-// A bucket is one ideal token bucket, fed by true time.
+// A bucket is one ideal token bucket. It fills by true time.
 type bucket struct {
 	rate, burst float64 // tokens per second, tokens
 	level       float64
@@ -24,23 +24,22 @@ type bucket struct {
 
 func newBucket(rate, burst float64) bucket { return bucket{rate: rate, burst: burst, level: burst} }
 
-// flow lets time pass until now.
+// flow fills the bucket until now.
 func (b *bucket) flow(now time.Duration) {
 	b.level = min(b.burst, b.level+b.rate*(now-b.at).Seconds())
 	b.at = now
 }
 
-// A ledger judges one key's limit from outside: what the whole fleet was asked
-// for and what it admitted, in the order of true time. It knows nothing of
-// limiters.
+// A ledger judges one key's limit from outside. It counts the requests and the admissions
+// of the whole fleet, in the order of true time. It knows nothing of limiters.
 type ledger struct {
-	ideal bucket // what one bucket would admit of the same demand
-	bound bucket // what was admitted, taken out whether it is there or not
-	over  float64
+	ideal bucket  // one bucket with the same demand
+	bound bucket  // pays for each admission, and may fall below 0
+	over  float64 // the most tokens that bound was below 0
 
-	asked, admitted []int // by bin
-	wanted          []int // what the ideal bucket admitted
-	byNode          []int // admitted
+	asked, admitted []int // requests and admissions of the fleet, by bin
+	wanted          []int // admissions of the ideal bucket, by bin
+	byNode          []int // admissions of the fleet, by node
 }
 
 func newLedger(rate, burst float64, length time.Duration, nodes int) *ledger {
@@ -60,13 +59,14 @@ func (l *ledger) limit(now time.Duration, rate, burst float64) {
 	}
 }
 
-// reset fills what is ideal; what a real fleet admits for it is over the bound.
+// reset fills the ideal bucket only. The fleet's admissions after a reset are over the
+// bound.
 func (l *ledger) reset(now time.Duration) {
 	l.ideal.flow(now)
 	l.ideal.level = l.ideal.burst
 }
 
-// ask books one request.
+// ask counts one request.
 func (l *ledger) ask(now time.Duration) {
 	l.asked[now/bin]++
 	l.ideal.flow(now)
@@ -76,7 +76,7 @@ func (l *ledger) ask(now time.Duration) {
 	}
 }
 
-// admit books one admission.
+// admit counts one admission.
 func (l *ledger) admit(now time.Duration, node int) {
 	l.admitted[now/bin]++
 	l.byNode[node]++
@@ -85,8 +85,9 @@ func (l *ledger) admit(now time.Duration, node int) {
 	l.over = max(l.over, -l.bound.level)
 }
 
-// worst is the largest error of any window in [from, to), as admitted against
-// ideal, in percent with its sign. A span shorter than a window is one window.
+// worst is the largest error of any window in [from, to): the fleet's admissions compared
+// with the ideal bucket's, in percent with its sign. A span shorter than a window is one
+// window.
 func (l *ledger) worst(from, to time.Duration) (percent float64) {
 	width := int(min(window, to-from) / bin)
 	first, last := int(from/bin), int(to/bin)
@@ -107,7 +108,7 @@ func (l *ledger) worst(from, to time.Duration) (percent float64) {
 	return percent
 }
 
-// windows are the fewest and the most admissions in any window in [from, to).
+// windows returns the fewest and the most admissions of any window in [from, to).
 func (l *ledger) windows(from, to time.Duration) (fewest, most int) {
 	width := int(window / bin)
 	first, last := int(from/bin), int(to/bin)

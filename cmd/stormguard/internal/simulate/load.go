@@ -8,12 +8,11 @@ import (
 	"time"
 )
 
-// A load is how many messages a second come in at a node from true time t on,
-// and until when that stays so.
+// A load returns the demand at a node at true time t, in tokens per second, and until when
+// this rate stays. A message asks for one token, or for more, see world.batch.
 type load func(w *world, node int, t time.Duration) (rate float64, until time.Duration)
 
-// demand is all nodes' together, as a multiple of the limit, unless a scenario
-// says another.
+// demand is the default demand of all nodes together, as a multiple of the limit.
 const demand = 1.2
 
 func balanced(times float64) load {
@@ -44,7 +43,7 @@ func only(nodes ...int) load {
 	}
 }
 
-// rotating is all load at one node, and after every at another, each in turn.
+// rotating is all load at one node. After each duration every it moves to the next node.
 func rotating(every time.Duration) load {
 	return func(w *world, node int, t time.Duration) (float64, time.Duration) {
 		turn := int(t / every)
@@ -56,8 +55,8 @@ func rotating(every time.Duration) load {
 	}
 }
 
-// rotatingWithin has each side's part of the load, by its nodes, at one node of
-// the side at a time.
+// rotatingWithin gives each side a part of the load, in proportion to its nodes. The part
+// is at one node of the side at a time.
 func rotatingWithin(every time.Duration, sides ...[]int) load {
 	return func(w *world, node int, t time.Duration) (float64, time.Duration) {
 		turn := int(t / every)
@@ -71,8 +70,8 @@ func rotatingWithin(every time.Duration, sides ...[]int) load {
 	}
 }
 
-// moving is balanced over so many nodes, the first ones, and from the storm on over
-// another number.
+// moving is balanced over the first nodes: over as many as before says, and from the storm
+// on over as many as then says.
 func moving(before, then int) load {
 	return func(w *world, node int, t time.Duration) (float64, time.Duration) {
 		n, until := before, storm
@@ -86,7 +85,8 @@ func moving(before, then int) load {
 	}
 }
 
-// rising is balanced over all nodes, and more from an instant on.
+// rising is balanced over all nodes, and changes from before to then times the limit at an
+// instant.
 func rising(before, then float64, at time.Duration) load {
 	return func(w *world, node int, t time.Duration) (float64, time.Duration) {
 		if t < at {
@@ -96,8 +96,8 @@ func rising(before, then float64, at time.Duration) load {
 	}
 }
 
-// rush is a load that begins late, with so many messages at each node within an
-// instant.
+// rush is a load that starts at begin, with a burst of messages at each node in a short
+// time. Then l follows.
 func rush(begin, within time.Duration, messages int, l load) load {
 	return func(w *world, node int, t time.Duration) (float64, time.Duration) {
 		switch {
@@ -110,7 +110,7 @@ func rush(begin, within time.Duration, messages int, l load) load {
 	}
 }
 
-// after is a load that begins late.
+// after is the load l, and none before begin.
 func after(begin time.Duration, l load) load {
 	return func(w *world, node int, t time.Duration) (float64, time.Duration) {
 		if t < begin {
@@ -120,7 +120,7 @@ func after(begin time.Duration, l load) load {
 	}
 }
 
-// first is one load until an instant, and then another.
+// first is the load l until end, and then another.
 func first(end time.Duration, l, then load) load {
 	return func(w *world, node int, t time.Duration) (float64, time.Duration) {
 		if t >= end {

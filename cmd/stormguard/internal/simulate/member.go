@@ -13,12 +13,12 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/gossip/simnet"
 )
 
-// stoppedFor is how late a message may be handled; one that is later came in
-// while its process was stopped, and so did not come in at all.
+// stoppedFor is how late a message may be handled. A message that is later than this fell
+// into a stop of its process, and is dropped.
 const stoppedFor = 100 * time.Millisecond
 
-// A member is one incarnation of a consumer process: a gossip session, its limiter's
-// books as one of its sections, and the messages that come in.
+// A member is one incarnation of a consumer process. It has a gossip session, the limiter
+// as one section of the session, and arriving messages.
 type member struct {
 	w    *world
 	id   int
@@ -26,17 +26,17 @@ type member struct {
 	next time.Duration // true time of the next message
 
 	self    crdt.Replica
-	session *gossip.Session // nil where nothing is shared
+	session *gossip.Session // nil if nothing is shared
 	limits  gossip.Section  // node or pool
-	node    *escrow.Node
-	pool    *escrow.Set // instead, where the limit is pooled
-	handle  *escrow.Handle
-	citizen *citizen // nil unless the configuration changes
-	seeds   []int    // to be joined
-	kicked  bool     // something was asked of it
-	waiting []int    // messages by key that wait for a token
-	waits   int      // all of them
-	out     []byte
+	node    *escrow.Node    // nil if the limit is pooled
+	pool    *escrow.Set     // replaces node if the limit is pooled
+	handle  *escrow.Handle  // of the only key of pool
+	citizen *citizen        // nil unless the configuration changes
+	seeds   []int           // nodes that it has still to join
+	kicked  bool            // the configuration was used: the session must step
+	waiting []int           // messages that wait for a token, by key
+	waits   int             // the sum of waiting
+	out     []byte          // packets of the current Step
 }
 
 // boot makes a member of the node with this number.
@@ -44,7 +44,7 @@ func (w *world) boot(id int) simnet.Boot {
 	return func(incarnation int, rng *rand.Rand) simnet.Process {
 		self := crdt.Replica{Name: w.names[id], Incarnation: uint64(incarnation)}
 		if w.sc.twin && id == w.sc.nodes-1 {
-			self.Incarnation += 1000 // it was started later
+			self.Incarnation += 1000 // the twin was started later
 		}
 		m := &member{w: w, id: id, rng: rng, self: self, waiting: make([]int, len(w.keys))}
 		now, _ := w.net.Clock(id)
@@ -120,7 +120,7 @@ func (m *member) Step(now time.Duration, ev gossip.Event, actions []gossip.Actio
 		actions = m.step(now, ev, actions)
 	}
 	t := m.w.net.Now()
-	if t-m.next > stoppedFor { // it was stopped meanwhile, and nothing came in
+	if t-m.next > stoppedFor { // the process was stopped, and got no messages
 		m.next = m.w.draw(m, t)
 	}
 	for m.next <= t+time.Microsecond {
@@ -150,8 +150,8 @@ func (m *member) Step(now time.Duration, ev gossip.Event, actions []gossip.Actio
 	return actions
 }
 
-// step steps the session and keeps what it wants sent, since the session's next
-// step ends it.
+// step steps the session and copies its packets: they are valid only until the session's
+// next step.
 func (m *member) step(now time.Duration, ev gossip.Event, actions []gossip.Action) []gossip.Action {
 	had := len(actions)
 	actions = m.session.Step(now, ev, actions)
@@ -166,7 +166,7 @@ func (m *member) step(now time.Duration, ev gossip.Event, actions []gossip.Actio
 	return actions
 }
 
-// message handles one message, and tells whether there is something to share.
+// message handles one message, and tells whether the session may have a change to send.
 func (m *member) message(now, t time.Duration) bool {
 	k := 0
 	if hot := m.w.sc.hot; hot > 1 {
@@ -201,7 +201,7 @@ func (m *member) Wake() time.Duration {
 	now, _ := m.w.net.Clock(m.id)
 	at := gossip.Never
 	if len(m.seeds) > 0 {
-		return now // it looks for the others whether it has anything to do or not
+		return now // it joins the others at once, also without other work
 	}
 	if m.next < gossip.Never {
 		at = now + max(0, m.next-m.w.net.Now())

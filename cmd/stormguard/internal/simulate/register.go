@@ -16,42 +16,43 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 )
 
-// A store is the register that the whole fleet reaches, whatever its own network does. One
-// way there takes as long as a packet does. A real one decides and answers while the
-// simulated time stands still.
+// A store connects the whole fleet to its register, also when the fleet's own network is
+// faulty. A message to the register takes as long as a packet. A real register decides and
+// answers while the simulated time stands still.
 type store struct {
 	ctx      context.Context //nolint:containedctx // of the run, in the middle of which it is asked
 	register register.Register
-	lost     map[int]bool // nodes that do not reach it
+	lost     map[int]bool // nodes that do not reach the register
 
-	// notices is how late a node notices that it has lost the register. 0 is at once.
+	// notices is the time until a node notices that it has lost the register. 0 is at once.
 	notices time.Duration
 
-	// rng draws which writes of a node that has lost the register arrive late, until late at
-	// the latest. nil is none.
-	rng  *rand.Rand
+	// rng draws which writes of a node that has lost the register arrive late. nil draws
+	// none.
+	rng *rand.Rand
+	// late is the latest instant at which a late write arrives.
 	late time.Duration
 
-	unknown int // writes whose outcome was not told
+	unknown int // writes whose writer was not told the outcome
 
 	made   map[uint64][]byte // documents by number
-	newest uint64
-	wrong  []string // violations of what a register promises
-	err    error    // it did not answer
+	newest uint64            // the highest number
+	wrong  []string          // violations of a register's promises
+	err    error             // a call of the register failed
 }
 
 var errLost = errors.New("the register is not reached")
 
-// way is how long a message to the register takes.
+// way is the time of a message to the register, or back.
 const way = linkBase + linkJitter
 
-// lateBy is how late a write may arrive: as late as a process waits for its answer.
+// lateBy is the longest delay of a late write: a process waits so long for the answer.
 const lateBy = 5 * time.Second
 
-// answers is how long a real register may take for an answer.
+// answers is the time limit for an answer of a real register.
 const answers = 30 * time.Second
 
-// read asks the register.
+// read reads the newest document; ok is false if the register does not answer.
 func (s *store) read() (number uint64, document []byte, ok bool) {
 	ctx, cancel := context.WithTimeout(s.ctx, answers)
 	defer cancel()
@@ -69,7 +70,7 @@ func (s *store) read() (number uint64, document []byte, ok bool) {
 	return number, document, true
 }
 
-// write has the register decide.
+// write asks the register to write the document, and returns the outcome.
 func (s *store) write(number uint64, document []byte) fleetstate.WriteResult {
 	ctx, cancel := context.WithTimeout(s.ctx, answers)
 	defer cancel()
@@ -87,14 +88,14 @@ func (s *store) write(number uint64, document []byte) fleetstate.WriteResult {
 	}
 }
 
-// blame notes a violation once: a whole fleet may see it.
+// blame records a violation, and drops repeats: the whole fleet may see the same one.
 func (s *store) blame(what string) {
 	if !slices.Contains(s.wrong, what) {
 		s.wrong = append(s.wrong, what)
 	}
 }
 
-// saw notes the document of a number, which has one for ever.
+// saw records the document of a number, and checks that it never changes.
 func (s *store) saw(number uint64, document []byte) {
 	if had, ok := s.made[number]; ok && !bytes.Equal(had, document) {
 		s.blame(fmt.Sprintf("number %d of the register has two documents", number))
@@ -102,7 +103,7 @@ func (s *store) saw(number uint64, document []byte) {
 	s.made[number], s.newest = document, max(s.newest, number)
 }
 
-// unplug has nodes lose the register for a while, as they do in a split.
+// unplug cuts nodes off from the register for a while, as a split does.
 func (w *world) unplug(from, until time.Duration, ids ...int) {
 	w.net.At(from, func() {
 		w.store.lost = map[int]bool{}
@@ -125,20 +126,21 @@ func (w *world) unplug(from, until time.Duration, ids ...int) {
 	})
 }
 
-// away has a node notice that it has lost the register, if it still has.
+// away tells a node that it has lost the register, if that is still so.
 func (w *world) away(id int) {
 	if m := w.members[id]; m != nil && w.store.lost[id] {
 		m.citizen.later(func(now time.Duration) { m.citizen.config.Away(now, errLost) })
 	}
 }
 
-// read has a citizen read the register.
+// read starts a read of the register. The answer arrives after two ways.
 func (c *citizen) read() {
 	w := c.m.w
 	w.net.At(w.net.Now()+2*way, c.hear)
 }
 
-// hear gives a citizen that lives, and reaches the register, what it has.
+// hear gives the citizen the register's newest document, if the citizen runs and reaches
+// the register.
 func (c *citizen) hear() {
 	s := &c.m.w.store
 	if !c.lives() || s.lost[c.m.id] {
@@ -160,7 +162,7 @@ func (c *citizen) lives() bool {
 	return w.members[id] == c.m && w.net.Process(id) != nil
 }
 
-// later does something as the citizen, if it lives, and has its driver see it.
+// later calls do for the citizen, if it runs, and wakes its driver.
 func (c *citizen) later(do func(now time.Duration)) {
 	if !c.lives() {
 		return
@@ -171,9 +173,9 @@ func (c *citizen) later(do func(now time.Duration)) {
 	c.m.w.net.Poke(c.m.id)
 }
 
-// write does the next write, if there is one. It is decided on the way, and all that
-// watch the register hear of it. Who loses the register meanwhile does not learn what
-// became of it.
+// write sends the next write to the register, if there is one. The register decides after
+// one way, and tells all watchers. A citizen that loses the register before the answer does
+// not learn the outcome.
 func (c *citizen) write(now time.Duration) {
 	w, s, id := c.m.w, &c.m.w.store, c.m.id
 	number, document, ok := c.config.Write(now, time.Unix(0, int64(w.net.Now())))
@@ -205,7 +207,8 @@ func (c *citizen) write(now time.Duration) {
 	})
 }
 
-// put has the register decide upon a write, and tells all but who waits for its answer.
+// put writes to the register. After a write it tells all citizens except by, who gets the
+// answer.
 func (w *world) put(number uint64, document []byte, by *citizen) fleetstate.WriteResult {
 	result := w.store.write(number, document)
 	if result != fleetstate.NotWritten {

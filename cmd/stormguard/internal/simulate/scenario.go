@@ -13,7 +13,7 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/gossip/simnet"
 )
 
-// A scenario is a row of the table: a fleet, its load, and what goes wrong.
+// A scenario is a row of the table: a fleet, its load, its faults and its limits.
 type scenario struct {
 	name  string
 	gate  Gate
@@ -21,55 +21,55 @@ type scenario struct {
 
 	rate        float64 // of each key, tokens per second
 	burstTokens int
-	keys, hot   int   // keys that are known, and those that have load; 0 is 1
-	shareless   []int // nodes that mint nothing
+	keys, hot   int   // known keys, and keys with load; 0 means 1
+	shareless   []int // nodes without a share: they mint nothing
 	load        load
-	batch       int  // tokens that a message takes at a node without a share; 0 is 1
-	wait        bool // messages wait for their token
+	batch       int  // tokens of one message at a node without a share; 0 means 1
+	wait        bool // messages wait for their token; else they are rejected
 
 	loss   float64
 	burst  simnet.Burst
-	floor  time.Duration  // of the sessions; 0 is their default
-	faults func(w *world) // schedules them
+	floor  time.Duration  // least time between two packets to one peer; 0 is the session's default
+	faults func(w *world) // schedules the faults
 
 	silence escrow.Silence
-	twin    bool // the last node has the name of the first
+	twin    bool // the last node has the same name as the first
 	changes bool // the configuration changes, see citizen
-	pooled  bool // the limit is pooled and not divided, whatever the strategy
-	joiners int  // of nodes, not there from the start
+	pooled  bool // the limit is pooled, not divided, with every strategy
+	joiners int  // nodes that join later; nodes counts them, too
 
 	length   time.Duration
-	from, to time.Duration // what is judged; to 0 is length
-	sync     bool          // sync delays are measured
+	from, to time.Duration // the judged span; to 0 means length
+	sync     bool          // measures sync delays
 
 	maxError float64       // percent
-	extra    float64       // tokens above the bound that are stated for this fault
-	extraWhy string        // and why
-	approach bool          // at least 30 % of extra must be seen
-	agreed   int           // configurations that must have been completed
-	members  int           // that must have a share in the end; 0 is not looked at
-	converge time.Duration // limit for world.converged, and then rejoin for world.rejoined; 0 is none
+	extra    float64       // tokens above the bound that this fault may cost
+	extraWhy string        // the reason for extra
+	approach bool          // the run must use at least 30 % of extra
+	agreed   int           // configurations that must be completed
+	members  int           // members with a share at the end; 0 is not checked
+	converge time.Duration // limit for world.converged; if set, rejoin limits world.rejoined. 0 is no limit
 	maxSync  time.Duration
 
 	rest       rest
-	maxSilence time.Duration // of a pair; what is taken over goes by it. 0 is not measured
-	windows    [2]int        // limits for ledger.windows; 0 is none
+	maxSilence time.Duration // limit for the longest silence of a pair, which sets extra; 0 is not measured
+	windows    [2]int        // limits for ledger.windows; 0 is no limit
 	fairness   float64       // no node admits more than this times its fair part; 0 is no limit
 	maxBytes   float64       // per node and second; 0 is no limit
-	formula    float64       // percent: what the fault is said to cost at most; 0 is that nothing can be said
+	formula    float64       // percent: the highest cost of the fault by formula; 0 is no formula
 
-	formulaWhy string  // and why, or why not
+	formulaWhy string  // the formula in words
 	maxMemory  float64 // bytes per node; 0 is no limit, and not measured
-	expensive  bool    // only with --all
+	expensive  bool    // runs only with --all, or if --only selects it
 }
 
-// initial is how many nodes there are from the start.
+// initial is the number of nodes at the start.
 func (sc *scenario) initial() int { return sc.nodes - sc.joiners }
 
-// all is the limit of all keys that have load.
+// all is the sum of the limits of all keys with load, in tokens per second.
 func (sc *scenario) all() float64 { return sc.rate * float64(max(1, sc.hot)) }
 
-// policy is what the limit goes by.
+// policy is the text of Result.Policy.
 func (sc *scenario) policy(strategy Strategy) string {
 	switch {
 	case sc.pooled:
@@ -80,26 +80,26 @@ func (sc *scenario) policy(strategy Strategy) string {
 	return string(cmp.Or(sc.silence.Policy, escrow.Hold))
 }
 
-// A Gate says what a row's error is judged by.
+// A Gate says which limit a row's error is compared with.
 type Gate string
 
 // The gates.
 const (
-	Gated   Gate = "strict"  // a limit
-	Printed Gate = "printed" // what the row states: no design can have both sides of the trade
+	Gated   Gate = "strict"  // the row's own limit
+	Printed Gate = "printed" // the row's formula: no design has both sides of the trade-off
 )
 
 const (
 	rotation = time.Second
-	storm    = 3 * time.Second // when many join or leave
+	storm    = 3 * time.Second // when many nodes join or leave
 	accuracy = 0.3             // percent
 
-	// rejoin is how long a fault may be over until all have met again: addresses
-	// that fell silent are tried every 1 to 5 s.
+	// rejoin is the limit from the end of a fault until all nodes have met again: a
+	// session tries silent addresses every 1 to 5 s.
 	rejoin = 10 * time.Second
 )
 
-// base is what a scenario has unless it says something else.
+// base returns a scenario with the defaults.
 func base(name string, nodes int, load load) scenario {
 	return scenario{
 		name: name, gate: Gated, nodes: nodes, load: load,
@@ -108,7 +108,7 @@ func base(name string, nodes int, load load) scenario {
 	}
 }
 
-// long is how long a load must rotate for each node to have been hot.
+// long is a length in which a rotating load reaches each node.
 func long(nodes int) time.Duration { return max(31*time.Second, time.Duration(nodes+6)*time.Second) }
 
 // scenarios is the table.
@@ -140,13 +140,13 @@ func scenarios() []scenario {
 	}
 
 	lossy := func(sc *scenario) { sc.loss, sc.sync, sc.maxSync = 0.35, true, 11300*time.Microsecond }
-	// Of balanced load 19 changes a second are told. A minute has 1,100, of which the
-	// eleventh largest delay is the p99; of the 280 in 15 s it was the third, and over
-	// the limit with one seed in twenty.
+	// Balanced load makes 19 changes a second. A minute has 1,100 changes: the p99 is
+	// the eleventh largest delay. 15 s had 280 changes: the p99 was the third largest
+	// delay, and over the limit with one seed in twenty.
 	add(base("loss-35-balanced", 3, balanced(demand)), lossy, lasting(time.Minute+warmUp))
 	add(base("loss-35-rotating", 3, rotating(rotation)), lossy, lasting(long(3)))
 
-	// Between 2 and 14 s.
+	// fault lasts from 2 s to 14 s.
 	fault := func(begin, end func(w *world)) func(*scenario) {
 		return func(sc *scenario) {
 			sc.from, sc.to = 2*time.Second, 14*time.Second
@@ -171,7 +171,7 @@ func scenarios() []scenario {
 			const turn = 2 * time.Second
 			w.net.Flap(0, turn, turn, sc.from, sc.to)
 			for t := sc.from + turn; t < sc.to; t += 2 * turn {
-				w.heal(t, func() {}) // Flap has done it
+				w.heal(t, func() {}) // Flap has mended the network
 			}
 		}
 	}
@@ -186,7 +186,7 @@ func scenarios() []scenario {
 
 	clocks := func(sc *scenario) {
 		sc.faults = func(w *world) {
-			for i, ppm := range []int{-200, 500, 500} { // fast on average, or the allowance for it would not be seen
+			for i, ppm := range []int{-200, 500, 500} { // fast on average: else the allowance for fast clocks would not show
 				w.net.Drift(i, ppm)
 				w.net.StepWall(i, time.Duration(i-1)*87*time.Millisecond)
 			}
@@ -204,7 +204,7 @@ func scenarios() []scenario {
 	add(base("clocks-balanced", 3, balanced(demand)), clocks)
 	add(base("clocks-rotating", 3, rotating(rotation)), clocks, lasting(long(3)))
 
-	// From a full bucket: 5 + 10·5 in ten seconds, less the clocks' allowance.
+	// Ten seconds from a full bucket: 5 + 10·5 tokens, less the clocks' allowance.
 	add(base("five-a-second-10", 10, after(3*time.Second, balanced(5))), func(sc *scenario) {
 		sc.rate, sc.burstTokens, sc.wait = 5, 5, true
 		sc.length, sc.from, sc.to = 14*time.Second, 3*time.Second, 13*time.Second
@@ -226,7 +226,7 @@ func scenarios() []scenario {
 
 	stopped := func(do func(w *world)) func(*scenario) {
 		return func(sc *scenario) {
-			sc.maxError = 10 // what a stopped process does not mint is not the limiter's error
+			sc.maxError = 10 // a stopped process mints nothing: no error of the limiter
 			sc.extra, sc.extraWhy = float64(sc.burstTokens), "what a stopped process held may be spent after it was written off"
 			sc.faults = func(w *world) { w.net.At(4*time.Second, func() { do(w) }) }
 		}
@@ -234,7 +234,8 @@ func scenarios() []scenario {
 	add(base("sigstop-3s", 3, balanced(demand)), stopped(func(w *world) { w.net.Suspend(0, 3*time.Second) }))
 	add(base("vm-pause-3s", 3, balanced(demand)), stopped(func(w *world) { w.net.Pause(0, 3*time.Second) }))
 
-	// Cut off, a node has its third. One way is as good as both: no echo, no loan.
+	// A node that is cut off has its third. A cut in one direction has the same effect
+	// as a cut in both: without an echo there is no loan.
 	add(base("rotating-across-one-way", 3, rotating(rotation)), cut,
 		printed(-46.7, "four turns of ten at the node that is alone and has a third, six at the two that have two thirds"))
 	add(base("rotating-across-flaps", 3, rotating(rotation)), flap,
@@ -256,12 +257,12 @@ func scenarios() []scenario {
 		sc.extra = sc.takenOver(sc.maxSilence)
 		sc.extraWhy, sc.approach = "(P-1)·(B + R·(T-After)), P = 2 sides, T the longest silence of a pair: of a cut of 12 s at most 17.1 s", true
 	})
-	// Pooled: what its comment says that it exceeds the bound by, d being the
-	// floor and the delay, of the slowest packet.
+	// The comment of escrow.Pooled states by how much a pooled limit exceeds the bound.
+	// Here d is the floor plus the delay of the slowest packet.
 	pooled := func(sc *scenario) {
 		sc.gate, sc.pooled, sc.approach = Printed, true, true
 		sc.formula, sc.formulaWhy = 100*sc.extra/(sc.rate*window.Seconds()), "the tokens that are stated, of the rate in 10 s"
-		sc.maxError = 0.1 // beyond that
+		sc.maxError = 0.1 // percent above the formula
 	}
 	busy := func(sc *scenario) float64 { return float64(sc.nodes-1) * sc.rate * (floor + sc.slowest()).Seconds() }
 	add(base("pooled-rush", 5, rush(3*time.Second, 3*time.Millisecond, 1000, balanced(2))), func(sc *scenario) {
@@ -270,7 +271,7 @@ func scenarios() []scenario {
 		sc.extraWhy = "(N-1)·(B + R·d), all begin at one instant after a rest; d is the floor, and the slowest packet in 99 of 100 runs"
 	}, pooled)
 	add(base("pooled-split", 3, rising(0.8, 3, warmUp)), split([]int{0}, []int{1, 2}), func(sc *scenario) {
-		const silent = 160 * time.Millisecond // three keep-alives, and what looks for it does each 10 ms
+		const silent = 160 * time.Millisecond // three keep-alives, and 10 ms: how often the limiter checks for silence
 		sc.extra = float64(sc.burstTokens) + sc.rate*(silent+floor+sc.slowest()).Seconds() + busy(sc) + float64(sc.nodes)
 		sc.extraWhy = "(P-1)·(B + R·(Silent + d)) + (N-1)·R·d, P = 2, Silent = 160 ms, and a token for each node; d is the floor, and the slowest packet in 99 of 100 runs"
 	}, pooled)
@@ -278,13 +279,13 @@ func scenarios() []scenario {
 	many := func(sc *scenario) {
 		sc.keys, sc.hot, sc.length = 1000, 10, warmUp+window
 		sc.maxBytes, sc.maxMemory, sc.expensive = 2e6, 64<<20, true
-		sc.floor = 5 * time.Millisecond // at 2 ms fifty nodes with ten hot keys each say twice as much
+		sc.floor = 5 * time.Millisecond // at 2 ms fifty nodes with ten hot keys send twice as much
 	}
 	add(base("1000-keys-50", 50, balanced(demand)), many)
-	// All of them saturated: two million messages a simulated second, and a full packet
-	// to each peer at each floor, which is what may be said. Nobody can have 2 MB/s and
-	// 0.3 % then. A simulated second takes more than a minute of a processor, so one is
-	// judged and not ten.
+	// All keys are saturated: two million messages a simulated second. Each node sends a
+	// full packet to each peer at each floor, the most that it may send. No design keeps
+	// both 2 MB/s and 0.3 % here. A simulated second takes more than a minute of a
+	// processor, so the judged span is one second, not ten.
 	add(base("1000-keys-50-saturated", 50, balanced(2)), many, func(sc *scenario) {
 		const packet = 1400
 		sc.rate, sc.hot, sc.length = 1000, 1000, warmUp+time.Second
@@ -296,10 +297,9 @@ func scenarios() []scenario {
 	return all
 }
 
-// suspended has all load at one node, which is stopped for so long, 7 s at least, and
-// then goes on for 3 s. One window is judged, the one that ends with them. The
-// others have less of the load: down to a few tokens, of which one that is missing is
-// a third.
+// suspended has all load at one node. The node is stopped for the time stop, 7 s at least,
+// and then runs for 3 s. Only the window that ends with the run is judged. Earlier windows
+// have less load: in a window of a few tokens, one missing token is a third.
 func suspended(nodes, burst int, stop time.Duration) scenario {
 	const begin, on = 3 * time.Second, 3 * time.Second
 	sc := base(fmt.Sprintf("suspend-%.0fs", stop.Seconds()), nodes, only(0))
@@ -311,7 +311,7 @@ func suspended(nodes, burst int, stop time.Duration) scenario {
 	return sc
 }
 
-// hurried has all load at one node, and soon at another.
+// hurried has all load at one node, and moves it to another after a short time.
 func hurried(nodes, burst int, every time.Duration) scenario {
 	sc := base(fmt.Sprintf("rotating-%dms", every.Milliseconds()), nodes, rotating(every))
 	sc.burstTokens, sc.to = burst, sc.length
@@ -321,7 +321,7 @@ func hurried(nodes, burst int, every time.Duration) scenario {
 	return sc
 }
 
-// gusty loses packets in bursts, on each link by itself.
+// gusty loses packets in bursts, independently on each link.
 func gusty(nodes, burst int, good, bad time.Duration) scenario {
 	sc := base("loss-in-bursts", nodes, rotating(rotation))
 	sc.burst = simnet.Burst{Good: good, Bad: bad, Loss: 1}
@@ -330,7 +330,7 @@ func gusty(nodes, burst int, good, bad time.Duration) scenario {
 	return sc
 }
 
-// saturated is asked for times the limit at each node.
+// saturated has a demand of times the limit, divided equally between the nodes.
 func saturated(nodes int, rate float64, burst int, times float64) scenario {
 	sc := base(fmt.Sprintf("saturated-%.0f-%d", rate, nodes), nodes, balanced(times))
 	sc.rate, sc.burstTokens = rate, burst
@@ -341,17 +341,17 @@ func saturated(nodes int, rate float64, burst int, times float64) scenario {
 	return sc
 }
 
-// changes are the rows in which names, limits or roster are not what they were.
+// changes adds the rows in which names, limits or the roster change.
 func changes(add func(sc scenario, with ...func(*scenario))) {
-	// Two processes of one name: its share is minted twice.
+	// Two processes have one name: both mint its share.
 	add(base("same-name-twice", 4, balanced(2)), func(sc *scenario) {
 		sc.twin, sc.maxError, sc.approach = true, 34, true
 		sc.extra = (float64(sc.burstTokens) + sc.rate*sc.length.Seconds()) / 3
 		sc.extraWhy = "a third of burst and rate is minted twice, all the time"
 	})
 
-	// What one side of a split has not heard. A third of the rate that was cut goes
-	// on until it has.
+	// One side of a split does not hear of the change. A third of the removed rate goes
+	// on until that side hears of it.
 	add(base("rate-cut-in-split", 3, balanced(demand)), func(sc *scenario) {
 		const begin, change, end = 3 * time.Second, 4 * time.Second, 12 * time.Second
 		sc.changes, sc.agreed, sc.members = true, 1, 3
@@ -369,7 +369,7 @@ func changes(add func(sc scenario, with ...func(*scenario))) {
 	add(base("reset", 3, balanced(demand)), func(sc *scenario) {
 		const at = 6 * time.Second
 		sc.changes, sc.agreed, sc.members = true, 1, 3
-		sc.load, sc.from = after(3*time.Second, balanced(demand)), 4*time.Second // a burst that was spent
+		sc.load, sc.from = after(3*time.Second, balanced(demand)), 4*time.Second // the burst is spent before
 		sc.extra, sc.approach, sc.extraWhy = float64(sc.burstTokens), true, "a reset fills the burst once more"
 		sc.faults = func(w *world) {
 			w.set(at, 0, fleetstate.Change{Reset: true})
@@ -377,9 +377,9 @@ func changes(add func(sc scenario, with ...func(*scenario))) {
 		}
 	})
 
-	// Evicted is who is gone for good, or so the operator says: who lives behind a cut
-	// goes on with its third until it hears of it. Started again it has no share, asks
-	// for one, and borrows until it has it.
+	// An operator evicts a node that is gone for good. If the node runs behind a cut, it
+	// goes on with its third until it hears of the eviction. After its restart it has no
+	// share, asks for one, and borrows until it has one.
 	add(base("evict-dead", 3, only(1, 2)), func(sc *scenario) {
 		const gone, evict = 2 * time.Second, 4 * time.Second
 		sc.changes, sc.agreed, sc.members = true, 1, 2
@@ -403,8 +403,8 @@ func changes(add func(sc scenario, with ...func(*scenario))) {
 		}
 	})
 
-	// A new incarnation has no use for a share until all that an earlier one may have lent
-	// is over, 1.011 s; until then it borrows, as a learner.
+	// A new incarnation mints its share only after all loans of an earlier incarnation
+	// have expired, 1.011 s. Until then it borrows, as a learner.
 	joined := func(sc *scenario) {
 		sc.changes, sc.agreed, sc.members = true, 1, sc.nodes
 		sc.faults = func(w *world) {
@@ -427,14 +427,14 @@ func changes(add func(sc scenario, with ...func(*scenario))) {
 	}
 	add(base("join-storm-5+20", 25, moving(5, 25)), joined, func(sc *scenario) { sc.joiners, sc.maxError = 20, 1 })
 	add(base("leave-storm-25-20", 25, moving(25, 5)), left(5), func(sc *scenario) { sc.maxError = 1 })
-	// A quarter of a million of pairs: three seconds of them take minutes. Before the
-	// storm the ideal bucket is full and the fleet's are empty, and of 5,000 tokens that
-	// is seen for 2.5 s.
+	// 510 nodes have a quarter of a million pairs: three seconds of them take minutes.
+	// Before the storm the ideal bucket is full and the fleet's buckets are empty. With a
+	// burst of 5,000 tokens this difference shows for 2.5 s.
 	//
-	// What it costs, in time of the whole rate. All nodes have single messages, each
-	// 42 ms, so a forecast is as unsure as it gets, and keeps 2 - 0.3 times what two
-	// steps bring. That much lies with learners and in what they are lent, and goes
-	// with the caps when shares change; and as much is with the members afterwards. While
+	// The constants give the cost in time of the whole rate. All nodes have single
+	// messages, each 42 ms. So the forecast has its largest uncertainty, and keeps 2 - 0.3
+	// times the tokens of two steps. Learners hold that many tokens, with their loans, and
+	// lose them with the caps when shares change. Afterwards members hold as many. While
 	// shares change nobody mints.
 	const (
 		step    = 50 * time.Millisecond // a tenth of the time in which the burst is refilled

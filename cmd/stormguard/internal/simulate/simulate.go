@@ -1,9 +1,9 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package simulate runs the limiter and the gossip session of a whole fleet, the
-// code that ships, through a table of faults in simulated time, and judges from
-// outside what the fleet admitted.
+// Package simulate runs the limiter and the gossip session of a whole fleet through a
+// table of faults in simulated time. It runs the code that ships, and judges the fleet's
+// admissions from outside.
 package simulate
 
 import (
@@ -26,7 +26,7 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/gossip"
 )
 
-// Strategy is what divides the limit.
+// Strategy says how the fleet divides the limit.
 type Strategy string
 
 // The strategies.
@@ -38,21 +38,21 @@ const (
 // Config says what to run.
 type Config struct {
 	Strategy Strategy
-	Seed     uint64 // of everything that is drawn
-	Seeds    int    // draw so many seeds from Seed, and run each row with each; 0 is Seed itself
-	Only     string // a regular expression of names
-	All      bool   // the expensive rows too
-	JSON     bool
+	Seed     uint64 // for all random draws
+	Seeds    int    // number of seeds drawn from Seed; each row runs with each. 0 runs Seed itself
+	Only     string // a regular expression for the names of rows; empty selects all
+	All      bool   // runs the expensive rows, too
+	JSON     bool   // prints JSON, not a table
 }
 
-// Result is what one run of a scenario came to.
+// Result is the result of one run of a scenario.
 type Result struct {
 	Name  string `json:"name"`
 	Gate  Gate   `json:"gate"`
 	Nodes int    `json:"nodes"`
 
-	// Policy is what the limit goes by: how it is divided, and what becomes of the
-	// share of who is not heard.
+	// Policy says how the limit is divided, and what happens to the share of a silent
+	// node.
 	Policy string `json:"policy"`
 
 	Error       float64 `json:"error_percent"`
@@ -61,40 +61,41 @@ type Result struct {
 	StatedExtra float64 `json:"stated_extra_tokens"`
 	ExtraWhy    string  `json:"stated_extra_why,omitempty"`
 	SyncP99     float64 `json:"sync_p99_ms"`     // 0: not measured
-	Converged   float64 `json:"converged_ms"`    // from a pair's first packet after the fault; 0: not measured
+	Converged   float64 `json:"converged_ms"`    // slowest pair, from its first packet after the fault; 0: not measured
 	Rejoined    float64 `json:"rejoined_ms"`     // from the end of the fault; 0: not measured, -1: never
-	Formula     float64 `json:"formula_percent"` // what the fault is said to cost; 0: not stated
+	Formula     float64 `json:"formula_percent"` // the highest cost of the fault; 0: no formula
 	FormulaWhy  string  `json:"formula_why,omitempty"`
-	BytesPerSec float64 `json:"bytes_per_node_second"`             // where a rest is measured, in that
-	Packets     float64 `json:"packets_per_node_second,omitempty"` // in a rest; 0: not measured
+	BytesPerSec float64 `json:"bytes_per_node_second"`             // in the rest, if the scenario has one
+	Packets     float64 `json:"packets_per_node_second,omitempty"` // in the rest; 0: not measured
 	Fewest      int     `json:"fewest_in_10s,omitempty"`
 	Most        int     `json:"most_in_10s,omitempty"`
-	Share       float64 `json:"largest_share"`                      // of one node, times its fair part
-	Agreed      int     `json:"configurations_completed,omitempty"` // known to all that live
-	Members     int     `json:"members,omitempty"`                  // with a share, by the newest configuration; 0: they differ, or there is none
-	Memory      float64 `json:"bytes_per_node,omitempty"`           // of the heap, with what the simulation itself takes; 0: not measured
+	Share       float64 `json:"largest_share"`                      // of one node, as a multiple of its fair part
+	Agreed      int     `json:"configurations_completed,omitempty"` // known to all running nodes
+	Members     int     `json:"members,omitempty"`                  // with a share in the newest configuration; 0: the nodes differ, or none has one
+	Memory      float64 `json:"bytes_per_node,omitempty"`           // of the heap, including the simulation's own; 0: not measured
 	Asked       int     `json:"asked"`
 	Admitted    int     `json:"admitted"`
 
-	Silence float64 `json:"silence_ms,omitempty"` // the longest of a pair; measured where what is stated depends on it
+	Silence float64 `json:"silence_ms,omitempty"` // the longest of a pair; measured only if StatedExtra depends on it
 
 	Seed   uint64   `json:"-"`
 	Trace  string   `json:"trace_hash"`
 	Took   float64  `json:"seconds"`
-	Used   float64  `json:"limit_used"` // the largest part of a limit; above 1 it failed
+	Used   float64  `json:"limit_used"` // the largest used part of any limit; above 1 the run failed
 	Passed bool     `json:"passed"`
-	Why    []string `json:"why,omitempty"` // it did not
+	Why    []string `json:"why,omitempty"` // reasons why the run did not pass
 }
 
-// ErrUsage means that a Config asks for what there is not.
+// ErrUsage means that a Config is wrong: an unknown strategy, a bad regular expression, or
+// no scenario selected.
 var ErrUsage = errors.New("simulate")
 
-// ErrFailed means that a row is out of its limits.
+// ErrFailed means that a row or a run is out of its limits.
 var ErrFailed = errors.New("out of its limits")
 
-// Run runs what cfg says and prints it. The error is [ErrFailed] if a row fails with
-// any seed; its text names the row and the seed. It ends soon after ctx, with its
-// error and without a table.
+// Run runs the scenarios that cfg selects, and prints their rows. The error is [ErrFailed]
+// if a row fails with any seed; its text names the row and the seed. If ctx ends, Run
+// returns soon, with the error of ctx and without a table.
 func Run(ctx context.Context, cfg Config, stdout, stderr io.Writer) error {
 	chosen, err := cfg.choose()
 	if err != nil {
@@ -111,7 +112,7 @@ func Run(ctx context.Context, cfg Config, stdout, stderr io.Writer) error {
 	}
 	if cfg.JSON {
 		err = json.NewEncoder(stdout).Encode(struct {
-			Seed      uint64   `json:"seed"` // that the seeds were drawn from
+			Seed      uint64   `json:"seed"` // seeds were drawn from it
 			Seeds     []uint64 `json:"seeds"`
 			Virtual   float64  `json:"virtual_seconds"`
 			Scenarios []Row    `json:"scenarios"`
@@ -131,7 +132,7 @@ func Run(ctx context.Context, cfg Config, stdout, stderr io.Writer) error {
 	return err
 }
 
-// seeds are what each row is run with.
+// seeds returns the seeds that each row runs with.
 func (c Config) seeds() []uint64 {
 	if c.Seeds == 0 {
 		return []uint64{c.Seed}
@@ -139,7 +140,7 @@ func (c Config) seeds() []uint64 {
 	return Draw(c.Seed, c.Seeds)
 }
 
-// Draw draws n seeds, all different, from one.
+// Draw draws n different seeds from one seed. It always draws the same.
 func Draw(seed uint64, n int) []uint64 {
 	rng := rand.New(rand.NewPCG(seed, 0x5eed))
 	seeds := make([]uint64, 0, n)
@@ -172,13 +173,13 @@ func (c Config) choose() (chosen []scenario, err error) {
 	return chosen, nil
 }
 
-// runAll runs each scenario with each seed, on all processors, those that take
-// longest first. The error is the context's.
+// runAll runs each scenario with each seed, on all processors. The longest scenarios run
+// first. The error is the context's.
 func runAll(ctx context.Context, chosen []scenario, strategy Strategy, seeds []uint64, stderr io.Writer) ([]Row, error) {
 	type job struct{ row, seed int }
 	results := make([][]Result, len(chosen))
 	left := make([]int, len(chosen))
-	var together, alone []job // others' memory would be counted
+	var together, alone []job // alone: runs whose memory is measured; other runs would add theirs
 	for i := range chosen {
 		results[i], left[i] = make([]Result, len(seeds)), len(seeds)
 		for k := range seeds {
@@ -193,11 +194,11 @@ func runAll(ctx context.Context, chosen []scenario, strategy Strategy, seeds []u
 		return cmp.Compare(chosen[b.row].work(), chosen[a.row].work())
 	})
 	rows := make([]Row, len(chosen))
-	var mu sync.Mutex // of stderr, left and rows
+	var mu sync.Mutex // guards stderr, results, left and rows
 	do := func(j job) {
 		r := run(ctx, &chosen[j.row], strategy, seeds[j.seed])
 		if ctx.Err() != nil {
-			return // it did not come to its end
+			return // the run was cut short
 		}
 		mu.Lock()
 		defer mu.Unlock()
@@ -235,7 +236,7 @@ func runAll(ctx context.Context, chosen []scenario, strategy Strategy, seeds []u
 	return rows, ctx.Err()
 }
 
-// work is how long a run takes, in no unit: packets, if all were busy.
+// work estimates how long a run takes, without a unit: packets, if all nodes were busy.
 func (sc *scenario) work() float64 { return float64(sc.nodes*sc.nodes) * sc.length.Seconds() }
 
 // run runs one scenario and judges it.
@@ -253,8 +254,8 @@ func run(ctx context.Context, sc *scenario, strategy Strategy, seed uint64) Resu
 	return r
 }
 
-// weigh has all keys that lie idle asked for once at every node, so that they are
-// known, and looks at what is alive then and at the end, less what was before.
+// weigh measures the memory of the fleet: the live heap less before, soon after the start
+// and at the end. Each node is asked once for each idle key, so that it knows the key.
 func (w *world) weigh(before float64) {
 	if w.sc.maxMemory <= 0 {
 		return
@@ -273,7 +274,7 @@ func (w *world) weigh(before float64) {
 	}
 }
 
-// heap is what is alive.
+// heap returns the bytes of the live heap.
 func heap() float64 {
 	runtime.GC()
 	var m runtime.MemStats
@@ -281,7 +282,7 @@ func heap() float64 {
 	return float64(m.HeapAlloc)
 }
 
-// result is what has happened in w, judged.
+// result measures and judges the finished run.
 func (w *world) result() Result {
 	sc := w.sc
 	r := Result{
@@ -326,8 +327,7 @@ func (w *world) result() Result {
 	return r
 }
 
-// judge says what is out of its limits, and how much of a limit was used. A
-// thousandth of a token is rounding.
+// judge sets Passed, Why and Used. It allows a thousandth of a token for rounding.
 func (r *Result) judge(sc *scenario, strategy Strategy) {
 	wrong := func(format string, args ...any) { r.Why = append(r.Why, fmt.Sprintf(format, args...)) }
 	within := func(value, limit float64, format string, args ...any) {
@@ -369,7 +369,7 @@ func (r *Result) judge(sc *scenario, strategy Strategy) {
 	r.Passed = len(r.Why) == 0
 }
 
-// judgeShared judges what only a fleet has that talks to itself.
+// judgeShared judges the figures that need a fleet with gossip.
 func (r *Result) judgeShared(sc *scenario, wrong func(string, ...any), within func(value, limit float64, format string, args ...any)) {
 	if sc.approach {
 		within(0.3*r.StatedExtra, r.Over, "%.3f tokens over the bound, and %.0f are stated"+unapproached, r.Over, r.StatedExtra)
@@ -421,17 +421,17 @@ type Row struct {
 	Result
 
 	Seeds  []uint64 `json:"seeds"`
-	Worst  uint64   `json:"worst_seed"` // the one nearest to a limit, or furthest beyond; Trace is its
+	Worst  uint64   `json:"worst_seed"` // the seed nearest to a limit, or furthest beyond; Trace is of its run
 	Failed []uint64 `json:"failed_seeds,omitempty"`
 
-	SyncP99OfSeeds float64 `json:"sync_p99_of_seeds_ms"` // within which 99 % of the seeds have their SyncP99
+	SyncP99OfSeeds float64 `json:"sync_p99_of_seeds_ms"` // 99 % of the seeds have at most this SyncP99
 }
 
-// unapproached ends what judge says of a figure that is stated and not approached.
+// unapproached ends the message for a stated figure that the run did not approach.
 const unapproached = ": what is never approached is wrong too"
 
-// forgive lets a run pass that has only not approached what is stated, if another of the
-// scenario's has: the statement is a bound, and a draw may be far from it.
+// forgive lets a run pass whose only fault is a stated figure that it did not approach, if
+// another run of the scenario passed. The figure is a bound: a single draw may be far below.
 func forgive(runs []Result) {
 	if !slices.ContainsFunc(runs, func(r Result) bool { return r.Passed }) {
 		return

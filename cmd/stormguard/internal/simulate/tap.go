@@ -13,17 +13,15 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/gossip"
 )
 
-// A tap measures how long each change of a section takes to reach each peer,
-// from the instant of the change to that of its merge. It puts the section's
-// mark before what the section sends.
+// A tap measures how long each change of a section takes to reach each peer: from the
+// change to its merge. It writes the section's mark in front of each of its deltas.
 type tap struct {
-	pairs  map[[2]int]*pending
+	pairs  map[[2]int]*pending // by sender and receiver
 	delays []time.Duration
-	from   time.Duration // what changed before is not counted
+	from   time.Duration // earlier changes are not counted
 }
 
-// pending are the changes that one node has for another and the other has not
-// merged.
+// pending holds the changes of one node that another node has not yet merged.
 type pending struct {
 	mark uint64
 	at   []change
@@ -47,7 +45,7 @@ func (t *tap) pair(from, to int) *pending {
 	return p
 }
 
-// note books what has changed at a member.
+// note records the changes of a member.
 func (t *tap) note(m *member) {
 	now := m.w.net.Now()
 	for to, other := range m.w.members {
@@ -62,8 +60,8 @@ func (t *tap) note(m *member) {
 	}
 }
 
-// p99 is the 99th percentile of all delays; 0 if nothing was measured. What has
-// not been merged by now has taken at least until now.
+// p99 is the 99th percentile of all delays; 0 if nothing was measured. A change that is not
+// yet merged counts with its delay until now.
 func (t *tap) p99(now time.Duration) time.Duration {
 	if t == nil {
 		return 0
@@ -123,20 +121,20 @@ func (s *tapped) Merge(c crdt.Contact, b []byte) error {
 	return nil
 }
 
-// ears measure for how long one node takes nothing in from another: of all pairs,
-// from the instant when each has heard the other for the first time.
+// ears measure, for each pair of nodes, how long the receiver merges nothing from the
+// sender. A pair counts from the first packet that the receiver merged.
 type ears struct {
-	heard map[[2]int]hearing
-	most  time.Duration
+	heard map[[2]int]hearing // by sender and receiver
+	most  time.Duration      // the longest silence that has ended
 }
 
-// hearing is the newest packet that one took in of another.
+// hearing is the newest packet of a sender that a receiver merged.
 type hearing struct {
-	sent time.Duration // the sender's clock
-	at   time.Duration
+	sent time.Duration // by the sender's clock
+	at   time.Duration // true time of the merge
 }
 
-// longest is the longest silence of a pair, the last included.
+// longest is the longest silence of any pair, including silences that last until now.
 func (e *ears) longest(now time.Duration) time.Duration {
 	most := e.most
 	for _, h := range e.heard {
@@ -145,7 +143,7 @@ func (e *ears) longest(now time.Duration) time.Duration {
 	return most
 }
 
-// listening is a section whose ears are open.
+// listening is a section that reports its merges to ears.
 type listening struct {
 	gossip.Section
 	ears *ears

@@ -25,39 +25,39 @@ type world struct {
 	names    []string
 	numbers  map[string]int
 	keys     []string
-	members  []*member       // what runs, by node
-	store    store           // of the configuration
+	members  []*member       // running processes, by node
+	store    store           // register of the configuration
 	ledgers  []*ledger       // by hot key
 	tap      *tap            // nil unless sync delays are measured
-	ears     *ears           // nil unless silences are
-	rotation []int           // see rotating
+	ears     *ears           // nil unless silences are measured
+	rotation []int           // order of nodes for the load rotating
 	memory   float64         // bytes per node at most, see weigh
 	rested   [2]simnet.Stats // at the begin and the end of scenario.rest
 
-	healed    map[[2]int]*missed // by sender and receiver, when the fault ended
-	healedAt  time.Duration
-	converged time.Duration // the longest from a pair's first packet to its last missed change
-	rejoined  time.Duration // the longest from the end of a fault to that; Never if it did not come
+	healed    map[[2]int]*missed // changes missed at the latest end of the fault, by sender and receiver
+	healedAt  time.Duration      // the latest end of the fault
+	converged time.Duration      // longest time from a pair's first packet to its last missed change
+	rejoined  time.Duration      // longest time from the end of a fault to the last missed change; Never if one is still missing
 }
 
-// missed is what one node had for another when a fault ended.
+// missed describes the changes that one node had for another when a fault ended.
 type missed struct {
-	mark  uint64        // that must be acknowledged
-	flows time.Duration // when the first packet came through since; 0 is not yet
+	mark  uint64        // the mark that the receiver must acknowledge
+	flows time.Duration // when the first packet after the fault arrived; 0 is not yet
 }
 
-// One way takes linkBase, and linkJitter more on average.
+// A packet takes linkBase one way, and linkJitter more on average.
 const (
 	linkBase   = 500 * time.Microsecond
 	linkJitter = 500 * time.Microsecond
 )
 
-// warmUp is not judged.
+// warmUp is the time at the start that is not judged.
 const warmUp = time.Second
 
 func newWorld(sc *scenario, strategy Strategy, seed uint64) *world {
 	if sc.pooled {
-		strategy = Strict // of the row: it is not about how a limit is divided
+		strategy = Strict // the row does not depend on how a limit is divided
 	}
 	w := &world{sc: sc, strategy: strategy, numbers: make(map[string]int)}
 	w.store = store{register: new(register.Memory), made: make(map[uint64][]byte)}
@@ -89,12 +89,12 @@ func newWorld(sc *scenario, strategy Strategy, seed uint64) *world {
 	return w
 }
 
-// link is what is between any two nodes.
+// link describes the link between any two nodes.
 func (sc *scenario) link() simnet.Link {
 	return simnet.Link{Base: linkBase, Jitter: linkJitter, Loss: sc.loss, Burst: sc.burst}
 }
 
-// run lets the whole scenario happen, or what there is of it until ctx ends.
+// run runs the scenario to its end, or until ctx ends or the register fails.
 func (w *world) run(ctx context.Context) {
 	w.store.ctx = ctx //nolint:fatcontext // nothing nests: a world runs once
 	if w.sc.faults != nil {
@@ -107,7 +107,7 @@ func (w *world) shared() bool { return w.strategy == Strict }
 
 func (w *world) number(name string) int { return w.numbers[name] }
 
-// seeds are two neighbours: everybody else is heard of.
+// seeds returns two neighbours of a node. It hears of all others by gossip.
 func (w *world) seeds(id int) []int {
 	n := w.sc.initial()
 	if id >= n {
@@ -117,11 +117,11 @@ func (w *world) seeds(id int) []int {
 	return slices.Compact(slices.DeleteFunc(all, func(s int) bool { return s == id }))
 }
 
-// config is the limiter's of a node.
+// config returns the limiter's configuration for a node.
 func (w *world) config(id int) escrow.Config {
 	sc := w.sc
 	if w.strategy == Static {
-		// Each has its part of the limit, and nobody hears of it.
+		// Each node has a fixed part of the limit, and sends nothing.
 		n := float64(sc.nodes)
 		if w.noShare(id) {
 			return escrow.Config{Limit: escrow.Limit{Rate: 0.001, Burst: 1}}
@@ -144,7 +144,7 @@ func (w *world) config(id int) escrow.Config {
 
 func (w *world) noShare(id int) bool { return slices.Contains(w.sc.shareless, id) }
 
-// batch is how many tokens a message takes at a node.
+// batch is the number of tokens that a message takes at a node.
 func (w *world) batch(id int) int {
 	if w.noShare(id) {
 		return max(1, w.sc.batch)
@@ -152,9 +152,8 @@ func (w *world) batch(id int) int {
 	return 1
 }
 
-// draw is when the next message comes in after t, Poisson at the rate that the
-// scenario has for the node: exponential steps, begun anew wherever the rate
-// changes.
+// draw returns when the next message after t arrives. Arrivals are Poisson at the node's
+// rate: exponential steps, drawn again wherever the rate changes.
 func (w *world) draw(m *member, t time.Duration) time.Duration {
 	for t < w.sc.length {
 		rate, until := w.sc.load(w, m.id, t)
@@ -170,8 +169,8 @@ func (w *world) draw(m *member, t time.Duration) time.Duration {
 	return gossip.Never
 }
 
-// heal ends the fault, and looks from then on how long it takes until every
-// node has from each other what it had missed. A fault may end several times.
+// heal ends the fault at the time at. From then on it measures how long it takes until
+// every node has all missed changes of each other node. A fault may end several times.
 func (w *world) heal(at time.Duration, mend func()) {
 	w.net.At(at, func() {
 		mend()
@@ -179,7 +178,7 @@ func (w *world) heal(at time.Duration, mend func()) {
 			return
 		}
 		if len(w.healed) > 0 {
-			w.rejoined = gossip.Never // of the last time
+			w.rejoined = gossip.Never // changes of the previous end are still missing
 		}
 		w.healed, w.healedAt = make(map[[2]int]*missed), at
 		for i, m := range w.members {
@@ -193,8 +192,7 @@ func (w *world) heal(at time.Duration, mend func()) {
 	})
 }
 
-// watch asks each millisecond whether what was missed at an end of the fault has
-// been acknowledged.
+// watch checks each millisecond which missed changes have been acknowledged.
 func (w *world) watch(healedAt time.Duration) {
 	if healedAt != w.healedAt {
 		return // the fault has ended again

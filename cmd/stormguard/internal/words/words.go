@@ -1,9 +1,9 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package words says the command's texts in the person's language. The English text is the
-// key of its translation. What a process answers, such as the detail of a hold, is English, and
-// so are errors: people search for them.
+// Package words translates the command's texts into the user's language. The English text is
+// the key of its translation. Answers of a process, such as the detail of a hold, stay English.
+// Errors stay English, too: people search for them.
 package words
 
 import (
@@ -15,7 +15,7 @@ import (
 	"golang.org/x/text/width"
 )
 
-// A Language has a text for each English one.
+// A Language is a language of the command's texts.
 type Language string
 
 // The languages.
@@ -24,17 +24,18 @@ const (
 	Chinese Language = "zh"
 )
 
-// All are the languages.
+// All returns all languages.
 func All() []Language { return []Language{English, Chinese} }
 
-// Flag is the flag that asks for a language.
+// Flag is the name of the flag that sets the language, without dashes.
 const Flag = "lang"
 
-// Asked is the language that a command line asks for, or else the environment: STORMGUARD_LANG,
-// or that of messages as POSIX says; English if it is none of All. It is needed before the
-// command line is parsed, since help is in it, too.
+// Asked returns the language that a command line asks for. Without [Flag] it is the language of
+// the environment: of STORMGUARD_LANG, or of messages as POSIX says. A language of the
+// environment that is not in All means English; one of the flag is an error. Asked scans args
+// itself: help needs the language before the command line is parsed.
 func Asked(args []string, getenv func(string) string) (Language, error) {
-	if len(args) > 0 && strings.HasPrefix(args[0], "__complete") { // of an unfinished command line
+	if len(args) > 0 && strings.HasPrefix(args[0], "__complete") { // completes an unfinished command line
 		return environment(getenv), nil
 	}
 	for i, arg := range args {
@@ -67,7 +68,7 @@ func environment(getenv func(string) string) Language {
 	return English
 }
 
-// Say is a text in the language; one that has no translation is as it is.
+// Say returns a text in the language, or the text itself if it has no translation.
 func (l Language) Say(text string) string {
 	if l == Chinese {
 		if said, ok := zh[text]; ok {
@@ -77,12 +78,12 @@ func (l Language) Say(text string) string {
 	return text
 }
 
-// Sayf is [Language.Say] with values.
+// Sayf translates a format by [Language.Say], and formats the values.
 func (l Language) Sayf(format string, values ...any) string {
 	return fmt.Sprintf(l.Say(format), values...)
 }
 
-// Count is so many of a thing, by its English name in the singular.
+// Count returns a number of things, such as "2 messages". what is the English singular.
 func (l Language) Count(n int, what string) string {
 	switch {
 	case l == Chinese:
@@ -97,10 +98,10 @@ func (l Language) Count(n int, what string) string {
 
 type key struct{}
 
-// With is ctx with a language.
+// With returns ctx with a language.
 func With(ctx context.Context, l Language) context.Context { return context.WithValue(ctx, key{}, l) }
 
-// From is the language of ctx, English if it has none.
+// From returns the language of ctx, or English.
 func From(ctx context.Context) Language {
 	if l, ok := ctx.Value(key{}).(Language); ok {
 		return l
@@ -108,7 +109,7 @@ func From(ctx context.Context) Language {
 	return English
 }
 
-// Width is how many columns of a terminal a text takes.
+// Width returns the number of terminal columns that a text takes.
 func Width(text string) (columns int) {
 	for _, r := range text {
 		switch width.LookupRune(r).Kind() {
