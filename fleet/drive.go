@@ -17,9 +17,9 @@ import (
 )
 
 const (
-	sayEvery = time.Second           // how often this process tells its status, at most
-	sayApart = 25 * time.Millisecond // the least pause between two, for each other process, since each is told
-	sayAgain = 4 * time.Minute       // after this an unchanged status is told again: fleetstate.MemberStatuses forgets after 10 min
+	statusEvery  = time.Second           // how often this process tells its status, at most
+	statusApart  = 25 * time.Millisecond // the least pause between two, for each other process, since each is told
+	statusRepeat = 4 * time.Minute       // after this an unchanged status is told again: fleetstate.MemberStatuses forgets after 10 min
 )
 
 // A driver is the state of the process's goroutine, run.
@@ -70,8 +70,8 @@ func (p *Process) run() {
 		p.follow(now)
 		p.writeDown()
 		if now >= p.drive.sayAt {
-			p.drive.sayAt = now + sayEvery
-			p.lookAround(now)
+			p.drive.sayAt = now + statusEvery
+			p.reportStatus(now)
 		}
 		timer.Reset(max(min(p.config.Wake(), p.drive.sayAt, now+p.member.Pass())-p.clock(), time.Millisecond))
 	}
@@ -144,9 +144,9 @@ func (p *Process) stormChanged(c fleetstate.StormChange) {
 	p.write(fleetstate.Entry{Kind: kind, Subject: c.Key, Text: c.Reason})
 }
 
-// lookAround tells this process's status, logs problems, and writes scopes that opened or closed to
+// reportStatus tells this process's status, logs problems, and writes scopes that opened or closed to
 // the journal.
-func (p *Process) lookAround(now time.Duration) {
+func (p *Process) reportStatus(now time.Duration) {
 	peers := p.node.Peers()
 	sampleClocks(p.journal, peers)
 	p.keepFleetTime()
@@ -162,7 +162,7 @@ func (p *Process) lookAround(now time.Duration) {
 		}
 	}
 	p.watchLag(now)
-	p.watchBooks(now)
+	p.logOverlending(now)
 	scopes := p.member.Scopes()
 	before := p.drive.scopes
 	p.drive.scopes = make(map[string]breaker.State, len(scopes))
@@ -202,16 +202,16 @@ func (d *driver) says(now time.Duration, s *fleetstate.MemberStatus, others int)
 	was, is := d.told, *s
 	was.Unacked, was.SyncDelay, is.Unacked, is.SyncDelay = 0, 0, 0, 0
 	since := now - d.toldAt
-	if d.toldAt != 0 && (since < time.Duration(others)*sayApart || since < sayAgain && reflect.DeepEqual(was, is)) {
+	if d.toldAt != 0 && (since < time.Duration(others)*statusApart || since < statusRepeat && reflect.DeepEqual(was, is)) {
 		return false
 	}
 	d.told, d.toldAt = *s, now
 	return true
 }
 
-// watchBooks logs members that lend more tokens than they can have: at once, and then once a minute
+// logOverlending logs members that lend more tokens than they can have: at once, and then once a minute
 // while it goes on.
-func (p *Process) watchBooks(now time.Duration) {
+func (p *Process) logOverlending(now time.Duration) {
 	for name, n := range p.limits.Stats().Broke {
 		if s := p.drive.broke[name]; n > s.count && (s.count == 0 || now-s.at >= brokeEvery) {
 			p.drive.broke[name] = brokeSaid{n, now}

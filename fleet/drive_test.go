@@ -22,7 +22,7 @@ func TestSays(t *testing.T) {
 			told := 0
 			s := fleetstate.MemberStatus{Level: 1, Keys: []fleetstate.KeyStatus{{Key: "k", Level: 1}}}
 			const span = 10 * time.Minute
-			for now := time.Second; now <= span; now += sayEvery {
+			for now := time.Second; now <= span; now += statusEvery {
 				s.Unacked, s.SyncDelay = uint64(now), now
 				if changes {
 					s.Keys = []fleetstate.KeyStatus{{Key: "k", Level: float64(now)}}
@@ -31,7 +31,7 @@ func TestSays(t *testing.T) {
 					told++
 				}
 			}
-			want := int(span/sayAgain) + 1
+			want := int(span/statusRepeat) + 1
 			if changes {
 				want = int(span / apart)
 			}

@@ -9,8 +9,8 @@ import (
 )
 
 const (
-	micro   = 1e6
-	sayKeys = 32
+	micro      = 1e6
+	statusKeys = 32
 )
 
 // memberStatus returns this process's status, as the others are told.
@@ -33,7 +33,7 @@ func (p *Process) memberStatus() fleetstate.MemberStatus {
 
 // keys returns this process's busiest keys.
 func (p *Process) keys() (keys []fleetstate.KeyStatus) {
-	for _, v := range p.limits.Busiest(sayKeys) {
+	for _, v := range p.limits.Busiest(statusKeys) {
 		keys = append(keys, fleetstate.KeyStatus{
 			Key: v.Key, Admitted: uint64(v.Admitted() / micro), Denied: uint64(v.Sums.Denied / micro),
 			Level: float64(v.Level) / micro, Cap: float64(v.Cap) / micro,

@@ -121,7 +121,7 @@ func (p *Process) look(o options) (*seen, error) {
 		o.ObserveFloat64(keys, float64(l.Keys))
 		named := p.limits.Configuration().Limits
 		for _, k := range p.keys() {
-			if _, ok := named[k.Key]; !ok && l.Keys > sayKeys {
+			if _, ok := named[k.Key]; !ok && l.Keys > statusKeys {
 				continue // there may be a key for each user
 			}
 			o.ObserveInt64(admitted, int64(k.Admitted), by(attribute.String("key", k.Key)))

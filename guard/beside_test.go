@@ -52,7 +52,7 @@ func TestSuccessesOfAParentBeginWithTheEpoch(t *testing.T) {
 			beside.Add(c.more)
 			s.mu.Lock()
 			s.c.earn()
-			if got, may := s.c.budget.Balance(credit.Exhausted), s.c.guesses == 0 || s.c.life() > s.c.guessLuck; got != c.balance || may != c.may {
+			if got, may := s.c.budget.Balance(credit.Exhausted), s.c.guesses == 0 || s.c.life() > s.c.lifeAtGuess; got != c.balance || may != c.may {
 				t.Errorf("after %d more: balance %v, may guess %v", c.more, got, may)
 			}
 			s.mu.Unlock()

@@ -50,7 +50,7 @@ func TestWritersGoWithTheirEpochs(t *testing.T) {
 	}
 	each := (heap() - before) / epochs
 	t.Logf("%d B for each epoch", each)
-	if n := len(g.boxes); n > 0 || each > 200 {
+	if n := len(g.dispatchers); n > 0 || each > 200 {
 		t.Errorf("%d boxes are kept, %d B for each epoch", n, each)
 	}
 	closeAll(t, g)
@@ -92,8 +92,8 @@ func TestWriterOutlivesItsSource(t *testing.T) {
 		s, in = open()
 		in <- 2
 		elapse(time.Second)
-		if under != 1 || most != 1 || len(g.boxes) != 1 {
-			t.Errorf("%d writes at once, %d boxes", most, len(g.boxes))
+		if under != 1 || most != 1 || len(g.dispatchers) != 1 {
+			t.Errorf("%d writes at once, %d boxes", most, len(g.dispatchers))
 		}
 		close(release)
 		elapse(time.Minute)
@@ -103,8 +103,8 @@ func TestWriterOutlivesItsSource(t *testing.T) {
 		s.End(t.Context(), ReasonRebalance)
 		synctest.Wait()
 		g.mu.Lock()
-		if len(g.boxes) > 0 {
-			t.Errorf("%d boxes are left", len(g.boxes))
+		if len(g.dispatchers) > 0 {
+			t.Errorf("%d boxes are left", len(g.dispatchers))
 		}
 		g.mu.Unlock()
 		closeAll(t, g)
@@ -136,13 +136,13 @@ func TestBoxGoesAfterItsLastWrite(t *testing.T) {
 		over, cancel := context.WithCancel(t.Context())
 		cancel()
 		s.End(over, ReasonRebalance)
-		if len(g.boxes) != 1 {
-			t.Errorf("%d boxes, and one is writing", len(g.boxes))
+		if len(g.dispatchers) != 1 {
+			t.Errorf("%d boxes, and one is writing", len(g.dispatchers))
 		}
 		close(release)
 		synctest.Wait()
-		if len(g.boxes) != 0 {
-			t.Errorf("%d boxes are left", len(g.boxes))
+		if len(g.dispatchers) != 0 {
+			t.Errorf("%d boxes are left", len(g.dispatchers))
 		}
 		closeAll(t, g)
 	})

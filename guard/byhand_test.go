@@ -50,7 +50,7 @@ func (s *sim) byHandNext(n int) (ids []uint64) {
 		}
 		ids = append(ids, lines[best][0].id)
 		lines[best] = lines[best][1:]
-		if s.inPlace {
+		if s.blocksLane {
 			lines[best] = nil
 		}
 	}
@@ -66,7 +66,7 @@ func wornOut(t *testing.T, seed uint64) *sim {
 		p.Workers = 1 + random.IntN(4)
 	}
 	s := newSim(t, p)
-	s.inPlace = random.IntN(4) == 0
+	s.blocksLane = random.IntN(4) == 0
 	keys := 1 + random.IntN(20)
 	for m := range 100 {
 		var key uint64
@@ -105,7 +105,7 @@ func TestByHandIsOldestFirst(t *testing.T) {
 		want := s.byHandNext(n)
 		done := s.byHand(n)
 		var got []uint64
-		for _, it := range s.condemned {
+		for _, it := range s.toWrite {
 			got = append(got, it.id)
 		}
 		if done != len(want) || !slices.Equal(got, want) {
@@ -162,7 +162,7 @@ func TestByHandInBatches(t *testing.T) {
 		}
 		slices.SortFunc(chosen, func(a, b *item[int]) int { return cmp.Compare(a.id, b.id) })
 		chosen, done := s.deadLetterWaiting(chosen, 1<<30)
-		if done != byHandBatch || len(chosen) != 2*byHandBatch || len(s.condemned) != byHandBatch {
+		if done != byHandBatch || len(chosen) != 2*byHandBatch || len(s.toWrite) != byHandBatch {
 			t.Errorf("%d at once, %d left", done, len(chosen))
 		}
 		s.now += 3 * time.Hour // they are up again

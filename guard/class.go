@@ -167,7 +167,7 @@ func (e *evidence) class() Class {
 
 // class is the class that the mark means. Only Unavailable is marked as a failure.
 func (e *markedError) class() Class {
-	switch e.word {
+	switch e.outcome {
 	case failure, backoff:
 		return ClassDependency
 	case permanent:

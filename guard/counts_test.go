@@ -36,7 +36,7 @@ func recount[M any](c *machine[M], now time.Duration) error {
 		fresh = fresh || it.tries == 0
 		if it.tries > 0 && !it.decided() {
 			lucks++
-			able, proof = true, proof || it.luck >= c.life()
+			able, proof = true, proof || it.lifeAtFailure >= c.life()
 		}
 	})
 	for l := range c.ring.Lanes() {
@@ -58,7 +58,7 @@ func recount[M any](c *machine[M], now time.Duration) error {
 			telling++
 		}
 	}
-	if c.inPlace && c.order() != OrderNone {
+	if c.blocksLane && c.order() != OrderNone {
 		fresh = untried > 0
 	}
 	for _, count := range []struct {
@@ -67,7 +67,7 @@ func recount[M any](c *machine[M], now time.Duration) error {
 	}{
 		{"arrivals", members(&c.arrivals), arrivals},
 		{"calls", members(&c.calls), calls},
-		{"lucks", members(&c.lucks), lucks},
+		{"lucks", members(&c.failureLives), lucks},
 		{"untried heads", c.untried, untried},
 		{"telling heads", c.telling, telling},
 	} {
@@ -75,8 +75,8 @@ func recount[M any](c *machine[M], now time.Duration) error {
 			return fmt.Errorf("%s: %d counted, %d there", count.what, count.got, count.want)
 		}
 	}
-	if c.bytes != bytes || c.noted != noted {
-		return fmt.Errorf("%d bytes counted, %d of failures; %d and %d there", c.bytes, c.noted, bytes, noted)
+	if c.bytes != bytes || c.historyBytes != noted {
+		return fmt.Errorf("%d bytes counted, %d of failures; %d and %d there", c.bytes, c.historyBytes, bytes, noted)
 	}
 	if got, want := c.reading(now), (storm.Reading{Attempts: latest, Age: now - oldest}); got != want {
 		return fmt.Errorf("reading %+v, should be %+v", got, want)
@@ -84,7 +84,7 @@ func recount[M any](c *machine[M], now time.Duration) error {
 	if c.fresh() != fresh {
 		return fmt.Errorf("fresh %t, should be %t", !fresh, fresh)
 	}
-	if c.lucks.empty() == able || able && c.lucks.most() >= int64(c.life()) != proof {
+	if c.failureLives.empty() == able || able && c.failureLives.most() >= int64(c.life()) != proof {
 		return fmt.Errorf("one that can prove: %t, one for which nothing has succeeded: %t", able, proof)
 	}
 	return nil
@@ -130,8 +130,8 @@ func TestCountsAtTheEnd(t *testing.T) {
 		for _, it := range with {
 			s.abandon(it)
 		}
-		if !s.arrivals.empty() || !s.machine.calls.empty() || !s.lucks.empty() {
-			t.Fatalf("seed %d: %d, %d, %d are left", seed, members(&s.arrivals), members(&s.machine.calls), members(&s.lucks))
+		if !s.arrivals.empty() || !s.machine.calls.empty() || !s.failureLives.empty() {
+			t.Fatalf("seed %d: %d, %d, %d are left", seed, members(&s.arrivals), members(&s.machine.calls), members(&s.failureLives))
 		}
 	}
 }

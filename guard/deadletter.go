@@ -10,9 +10,9 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/credit"
 )
 
-// condemn dead-letters an item if the budget allows, else lets the item wait until the next
+// spendCredit dead-letters an item if the budget allows, else lets the item wait until the next
 // credit may have come. Items that wait for a credit already get theirs first.
-func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
+func (c *machine[M]) spendCredit(now time.Duration, it *item[M]) {
 	if it.permanent && c.owed.len() > 0 {
 		c.owed.at = now
 		c.serveOwed(now)
@@ -25,11 +25,11 @@ func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
 		c.queueUp(it, &c.owed, now+creditPoll, ReasonDLQ)
 		return
 	}
-	c.park(it, now+c.delay(max(it.attempts, 1)), ReasonDLQ)
+	c.waitRetry(it, now+c.delay(max(it.attempts, 1)), ReasonDLQ)
 }
 
 // afford dead-letters an item if the budget allows. A guess pays from the small balance. In a
-// storm of the fleet all items do, except those that their own error condemns.
+// storm of the fleet all items do, except those whose own error blames them.
 func (c *machine[M]) afford(now time.Duration, it *item[M]) bool {
 	class, reason := credit.Exhausted, poisonReason(it)
 	if c.guilty(now, it) && (it.class == ClassMessage || !c.fleetStorm.Active) {
@@ -50,7 +50,7 @@ func (c *machine[M]) afford(now time.Duration, it *item[M]) bool {
 			if it.lastWord && !it.permanent {
 				c.doubt(it)
 			}
-			c.sentence(now, it, reason)
+			c.paceLetter(now, it, reason)
 			return true
 		}
 	}
@@ -66,7 +66,7 @@ type queueOf[M any] struct {
 
 // queueUp lets an item wait at the end of a queue, or keeps its place if it has one.
 func (c *machine[M]) queueUp(it *item[M], q *queueOf[M], at time.Duration, why Reason) {
-	c.park(it, never, why)
+	c.waitRetry(it, never, why)
 	if q.len() == 0 || at < q.at {
 		q.at = at
 	}
@@ -123,9 +123,9 @@ func (it *item[M]) queues() bool {
 	return it.phase == retryWait && it.due == never && (it.paid || it.rule == nil)
 }
 
-// sentence dead-letters an item that has its credit, or lets it wait behind others for the limit
+// paceLetter dead-letters an item that has its credit, or lets it wait behind others for the limit
 // of dead letters. The wait is no attempt, and the handler is not called again.
-func (c *machine[M]) sentence(now time.Duration, it *item[M], why dlq.Reason) {
+func (c *machine[M]) paceLetter(now time.Duration, it *item[M], why dlq.Reason) {
 	if c.letterPace != nil {
 		c.paced.at = now
 		c.servePaced(now)
@@ -172,7 +172,7 @@ const byHandBatch = 1024
 func (c *machine[M]) failedWaiting() (all []*item[M]) {
 	for _, l := range c.lanes {
 		for i, it := range l.front {
-			if !it.failedWaits() || l.turn > 0 || i > 0 && c.inPlace {
+			if !it.failedWaits() || l.turn > 0 || i > 0 && c.blocksLane {
 				break
 			}
 			all = append(all, it)
@@ -232,7 +232,7 @@ func (c *machine[M]) tidy() {
 			continue
 		}
 		l.queued = false
-		c.leave(l)
+		c.dropIfEmpty(l)
 	}
 }
 
@@ -240,14 +240,14 @@ func (c *machine[M]) tidy() {
 // inPlace when the letter is confirmed.
 func (c *machine[M]) deadLetter(it *item[M], why dlq.Reason) {
 	it.verdict = why
-	if c.inPlace && it.lane != nil {
+	if c.blocksLane && it.lane != nil {
 		it.lane.parked = true
 	} else {
 		c.part(it)
 	}
 	c.move(it, settling)
 	c.writing[it] = struct{}{}
-	c.condemned = append(c.condemned, it)
+	c.toWrite = append(c.toWrite, it)
 }
 
 // confirmed lets an item be acked whose dead letter is confirmed. parked means that the message

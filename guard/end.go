@@ -232,7 +232,7 @@ func (s *Source[M]) fence(e *ending) []M {
 		rest = append(rest, s.batch[len(s.batch)-n:]...)
 		s.giveBackLocked(n)
 	}
-	s.batch, s.diverted, s.batchAt = nil, 0, w>>phaseBits+s.adopted.Load()
+	s.batch, s.diverted, s.batchAt = nil, 0, w>>phaseBits+s.takenOver.Load()
 	if s.feed != nil {
 		s.feed.Close()
 		more, _ := s.feed.swap(nil)

@@ -87,7 +87,7 @@ func TestGuessesOutliveAnEpoch(t *testing.T) {
 	})
 }
 
-// Epochs that come and go leave nothing behind, also where each has a letterbox
+// Epochs that come and go leave nothing behind, also where each has a dispatcher
 // of its own: a function cannot be compared.
 func TestLetterboxesEndWithTheirEpoch(t *testing.T) {
 	g, err := New(Config{})
@@ -103,10 +103,10 @@ func TestLetterboxesEndWithTheirEpoch(t *testing.T) {
 		s.End(t.Context(), ReasonRebalance)
 	}
 	g.mu.Lock()
-	n := len(g.boxes)
+	n := len(g.dispatchers)
 	g.mu.Unlock()
 	if n > 0 {
-		t.Errorf("%d letterboxes are left", n)
+		t.Errorf("%d dispatchers are left", n)
 	}
 	if _, err := g.Close(t.Context()); err != nil {
 		t.Error(err)

@@ -156,9 +156,9 @@ const maxBackoff = time.Hour
 func soon(now, d time.Duration) time.Duration { return now + min(d, maxBackoff) }
 
 type markedError struct {
-	err   error
-	word  outcome
-	until time.Time
+	err     error
+	outcome outcome
+	until   time.Time
 }
 
 func (e *markedError) Error() string { return e.err.Error() }
@@ -168,7 +168,7 @@ func mark(err error, word outcome, until time.Time) error {
 	if err == nil {
 		return nil
 	}
-	return &markedError{err: err, word: word, until: until}
+	return &markedError{err: err, outcome: word, until: until}
 }
 
 // sound returns an error whose methods are safe to call. If those of err panic, as with
@@ -192,7 +192,7 @@ func classify(err error) (outcome, time.Time) {
 		return success, time.Time{}
 	}
 	if e, ok := find[*markedError](err); ok {
-		return e.word, e.until
+		return e.outcome, e.until
 	}
 	if e, ok := find[*HeldError](err); ok {
 		return backoff, time.Now().Add(e.worthAsking())
@@ -203,15 +203,15 @@ func classify(err error) (outcome, time.Time) {
 // result is how a handler call ended. It is made from the error before the source's lock
 // is taken: the error's methods are the user's code.
 type result struct {
-	word  outcome
-	until time.Time // end of the backoff
-	class Class     // class of the failure
-	name  string    // the message's name, see identity; empty if the item has a name already
-	known bool      // name belongs to this message for certain
-	last  bool      // the broker will not deliver the message again
-	err   error
-	words dlq.ErrorInfo // describes err of a failure or a backoff
-	stack []byte        // stack of a panic or a Goexit
+	outcome outcome
+	until   time.Time // end of the backoff
+	class   Class     // class of the failure
+	name    string    // the message's name, see identity; empty if the item has a name already
+	known   bool      // name belongs to this message for certain
+	last    bool      // the broker will not deliver the message again
+	err     error
+	words   dlq.ErrorInfo // describes err of a failure or a backoff
+	stack   []byte        // stack of a panic or a Goexit
 
 	rule *dlq.Rule // the quarantine's rule about the failure's cause; nil for none
 
@@ -226,8 +226,8 @@ func resultOf(err error, stack []byte) result {
 	if err == nil {
 		return r
 	}
-	r.word, r.until = classify(err)
-	if r.word == failure || r.word == permanent || r.word == backoff {
+	r.outcome, r.until = classify(err)
+	if r.outcome == failure || r.outcome == permanent || r.outcome == backoff {
 		r.words = dlq.DescribeError(err, nil)
 	}
 	switch {
@@ -235,7 +235,7 @@ func resultOf(err error, stack []byte) result {
 		r.panicked = true
 	case errors.Is(err, ErrTimeout):
 		r.timedOut = true
-	case r.word == ignore && errors.Is(err, ErrTakenBack):
+	case r.outcome == ignore && errors.Is(err, ErrTakenBack):
 		r.takenBack = true
 	}
 	return r

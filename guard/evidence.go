@@ -21,7 +21,7 @@ import (
 //	guess   nothing can be compared: all messages here have failed, and for
 //	        Retry.Patience no message has come and none has succeeded.
 //
-// An error that says that the dependency is down never condemns its message.
+// An error that says that the dependency is down never dead-letters its message.
 //
 // Proof of life comes from everything that shares the breaker's scope: other keys, other
 // sources, a health check. A failing head stops its lane, which then shows no life. So the
@@ -115,12 +115,12 @@ func (c *machine[M]) watch(now time.Duration) (life uint64) {
 	life = c.life()
 	switch {
 	case now-c.watchedAt > proofFresh:
-		c.movedAt = now
-	case now-c.movedAt > c.stale():
-		c.stillAt = now
+		c.grewAt = now
+	case now-c.grewAt > c.stale():
+		c.stoodStillAt = now
 	}
 	if life != c.lastLife {
-		c.lastLife, c.movedAt = life, now
+		c.lastLife, c.grewAt = life, now
 	}
 	c.watchedAt = now
 	if c.lifeless(now, shortOutage) {
@@ -170,7 +170,7 @@ func (it *item[M]) evidence() bool {
 
 // lifeless tells whether calls have failed for at least since, and none has succeeded.
 func (c *machine[M]) lifeless(now, since time.Duration) bool {
-	return now-max(c.provedAt, c.movedAt, c.failingAt) >= since
+	return now-max(c.provedAt, c.grewAt, c.failingAt) >= since
 }
 
 // weigh records a failed call and what it proves about the message.
@@ -186,30 +186,30 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 		c.tally.FailedMessages++
 		it.firstFailed = now
 	}
-	if c.failingAt <= max(c.provedAt, c.movedAt) {
+	if c.failingAt <= max(c.provedAt, c.grewAt) {
 		c.failingAt = now
 	}
 	c.took = now - it.started
 	life := c.watch(now)
-	if r.class == ClassUnknown && it.afterAt < c.stillAt {
+	if r.class == ClassUnknown && it.afterAt < c.stoodStillAt {
 		it.after, it.own = 0, 0 // those failures may have been the beginning of an outage
 	}
 	if r.class == ClassDependency && c.lifeless(now, proofFresh) {
-		it.takeWord(0) // the dependency is down for all, not for this message alone
+		it.revokeLastWord(0) // the dependency is down for all, not for this message alone
 	}
 	switch {
 	case it.witness(): // a witness is tried for others, and judged in its own turn
 		it.alive = false
-	case (it.tries > 1 || it.cameBack) && it.life > max(it.luck, c.spentLife):
+	case (it.tries > 1 || it.cameBack) && it.life > max(it.lifeAtFailure, c.spentLife):
 		it.alive = true
 		it.own++
 		it.relapses = min(it.relapses+1, mostAttempts)
 		if c.provedAt > 0 && now-c.provedAt < proofFresh {
-			it.giveWord(now)
+			it.grantLastWord(now)
 		}
 	default:
 		if it.lastWord && now-it.wordAt > c.stale() {
-			it.takeWord(0) // the item waited for so long that this may be the next outage
+			it.revokeLastWord(0) // the item waited for so long that this may be the next outage
 		}
 		it.alive = it.lastWord
 	}
@@ -217,9 +217,9 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 		it.after++
 		it.afterAt = now
 	}
-	it.luck, it.class = life, r.class
+	it.lifeAtFailure, it.class = life, r.class
 	c.undoubted(it)
-	it.doubtful = c.lucks.add(int64(it.luck))
+	it.doubtful = c.failureLives.add(int64(it.lifeAtFailure))
 	c.note(now, it, r)
 	switch {
 	case it.witness():
@@ -299,7 +299,7 @@ func (c *machine[M]) inVain(now time.Duration, head *item[M]) bool {
 		return c.lifeless(now, proofFresh)
 	case !c.looks():
 		return head.class == ClassUnknown && l.behind() > 0 && !c.others(l) &&
-			head.relapses == 0 && now-max(c.provedAt, c.movedAt) >= lookDelay
+			head.relapses == 0 && now-max(c.provedAt, c.grewAt) >= lookDelay
 	default:
 		all := c.looksAll >= maxLook && c.looksLife == c.lastLife
 		return l.looks > 0 && (all || l.looks >= min(l.witnesses()-l.doubted(), maxLook))
@@ -308,7 +308,7 @@ func (c *machine[M]) inVain(now time.Duration, head *item[M]) bool {
 
 // looks tells whether messages behind a head may be tried at all. Without a dead-letter writer
 // a look would not help, and with inPlace it would prove nothing.
-func (c *machine[M]) looks() bool { return c.letters && !c.inPlace && !c.policy.StrictOrder }
+func (c *machine[M]) looks() bool { return c.letters && !c.blocksLane && !c.policy.StrictOrder }
 
 // round is the look of a probe: the probe's token goes on to the next message.
 type round struct {
@@ -512,27 +512,29 @@ func (c *machine[M]) skip(n int) bool {
 	return c.queued > 0 || c.again.len() > 0
 }
 
-// giveWord gives an item the last word, because something succeeds now.
-func (it *item[M]) giveWord(now time.Duration) { it.lastWord, it.doubted, it.wordAt = true, false, now }
+// grantLastWord gives an item the last word, because something succeeds now.
+func (it *item[M]) grantLastWord(now time.Duration) {
+	it.lastWord, it.doubted, it.wordAt = true, false, now
+}
 
-// takeWord takes the last word back. after is how many failures after a proof of life still count.
-func (it *item[M]) takeWord(after int) {
+// revokeLastWord takes the last word back. after is how many failures after a proof of life still count.
+func (it *item[M]) revokeLastWord(after int) {
 	it.lastWord, it.alive, it.after, it.own = false, false, after, min(it.own, after)
 }
 
-// doubt takes the last word back from all other items after one was condemned. While more
+// doubt takes the last word back from all other items after one was found guilty. While more
 // successes may come, one success proves life for one message only: otherwise a short recovery
 // would cost all messages that had failed before it. More may come if a message has come since
 // the success, or if more than a few of the messages at that time were never tried. A success
 // of a message that had failed is a sign of such a recovery, too.
-func (c *machine[M]) doubt(condemned *item[M]) {
+func (c *machine[M]) doubt(guilty *item[M]) {
 	if !c.recovered && c.came <= c.provedAt && c.unfailed() <= c.provedHere/fewUntried {
 		return
 	}
 	c.spentLife = c.life()
 	c.items(func(it *item[M]) {
-		if it.lastWord && it != condemned {
-			it.takeWord(it.own)
+		if it.lastWord && it != guilty {
+			it.revokeLastWord(it.own)
 			it.doubted = true
 		}
 	})
@@ -601,7 +603,7 @@ func (c *machine[M]) guessAt(now time.Duration, it *item[M]) time.Duration {
 		return c.vouchedAt()
 	}
 	doubt := min(c.unsettled()-1, maxDoubt)
-	if c.inPlace { // messages behind a head were never tried, and say nothing
+	if c.blocksLane { // messages behind a head were never tried, and say nothing
 		doubt = min(max(c.exhausted-1, 0), maxDoubt)
 	}
 	if blind || c.room() == 0 || doubt > 0 && c.storm.Storm().Active { // full: others cannot be tried
@@ -610,11 +612,11 @@ func (c *machine[M]) guessAt(now time.Duration, it *item[M]) time.Duration {
 	patience := c.policy.Retry.Patience
 	quiet := patience << doubt
 	// The next message may tell. But parked messages (inPlace) come when they are due.
-	if c.own() == c.gapLuck && !c.inPlace {
+	if c.own() == c.ownAtGap && !c.blocksLane {
 		quiet = max(quiet, min(quietGaps*c.gap, patience<<maxDoubt))
 	}
 	at := max(it.exhaustedAt, c.came, c.provedAt) + quiet
-	if c.guessedAt > 0 && c.life() <= c.guessLuck {
+	if c.guessedAt > 0 && c.life() <= c.lifeAtGuess {
 		at = max(at, c.guessedAt+patience<<min(c.guesses, maxGuessShift))
 	}
 	return at
@@ -623,8 +625,8 @@ func (c *machine[M]) guessAt(now time.Duration, it *item[M]) time.Duration {
 // arrived notes an arrival, and the longest time between two arrivals since a success.
 func (c *machine[M]) arrived(now time.Duration) {
 	switch own := c.own(); {
-	case own != c.gapLuck:
-		c.gap, c.gapLuck = 0, own
+	case own != c.ownAtGap:
+		c.gap, c.ownAtGap = 0, own
 	case c.came > 0:
 		c.gap = max(c.gap, now-c.came)
 	}
@@ -633,21 +635,21 @@ func (c *machine[M]) arrived(now time.Duration) {
 
 // guess dead-letters an item without proof.
 func (c *machine[M]) guess(now time.Duration, it *item[M]) {
-	if c.life() > c.guessLuck {
+	if c.life() > c.lifeAtGuess {
 		c.guesses = 0
 	}
-	before := len(c.condemned)
+	before := len(c.toWrite)
 	it.guessed = true
-	c.condemn(now, it)
-	if it.guessed = it.paid || len(c.condemned) > before; it.guessed { // paid: letterPace lets it wait
+	c.spendCredit(now, it)
+	if it.guessed = it.paid || len(c.toWrite) > before; it.guessed { // paid: letterPace lets it wait
 		c.guesses++
-		c.guessedAt, c.guessLuck = now, c.life()
+		c.guessedAt, c.lifeAtGuess = now, c.life()
 	}
 }
 
 // unfailed is how many unsettled messages have not failed yet.
 func (c *machine[M]) unfailed() int {
-	if c.inPlace && !c.fresh() { // messages behind a head say nothing
+	if c.blocksLane && !c.fresh() { // messages behind a head say nothing
 		return 0
 	}
 	n := c.queued
@@ -659,7 +661,7 @@ func (c *machine[M]) unfailed() int {
 
 // fresh tells whether any unsettled message has not failed yet.
 func (c *machine[M]) fresh() bool {
-	if c.inPlace && c.order() != OrderNone {
+	if c.blocksLane && c.order() != OrderNone {
 		return c.untried > 0
 	}
 	return c.queued > 0 || !c.calls.empty() && c.calls.least() == 0
@@ -676,13 +678,13 @@ func (c *machine[M]) oneMore(n int) bool {
 	if c.settledAhead() == 0 || !c.letters || n >= c.limit() || n+c.settledAhead() >= c.limit()+farWitnesses || c.fresh() {
 		return false
 	}
-	if c.parked[ReasonDLQ] > 0 {
+	if c.retryWaits[ReasonDLQ] > 0 {
 		return true
 	}
-	if c.lucks.empty() {
+	if c.failureLives.empty() {
 		return !c.closed()
 	}
-	return c.lucks.most() >= int64(c.life()) // one new message for each failure
+	return c.failureLives.most() >= int64(c.life()) // one new message for each failure
 }
 
 // flakiness counts messages that succeed only at a second call or later, and how often these

@@ -31,7 +31,7 @@ import (
 // dead-letter writers, the sweeper and the metrics. Make one for a process, or one
 // for each group of sources whose scopes differ.
 //
-// Lock order: saver.mu; Source.mu; one of Feed.mu, letterbox.mu and the locks of a breaker,
+// Lock order: saver.mu; Source.mu; one of Feed.mu, dispatcher.mu and the locks of a breaker,
 // a ring and the spill; Guard.mu; journal.mu. Under a lock the Guard calls a [Limiter] and a
 // [Taker], but no other port, and no handler, writer or logger.
 type Guard struct {
@@ -78,24 +78,24 @@ type Guard struct {
 	totals      map[string]*totalSum      // by key; owned by the sweeper
 
 	// ctx ends the Guard's goroutines: the sweeper, the saver, the health check, and one
-	// for each letterbox that has something to write.
+	// for each dispatcher that has something to write.
 	ctx     context.Context //nolint:containedctx // the lifetime of the Guard
 	cancel  context.CancelFunc
 	sweeper sweeper
 
-	mu        sync.Mutex
-	sources   map[string]controls
-	kept      map[string]kept               // what ended sources leave to the next ones, by name
-	restored  map[string]circuit.SavedScope // breakers of the previous process, by scopeKey, until a source claims them
-	parted    []controls                    // sources that ended since the fleet got the totals
-	boxes     []*letterbox
-	unwritten map[string]bool // topics or queues whose missing dead-letter writer was logged
-	closed    bool
-	running   sync.WaitGroup
-	sorted    atomic.Pointer[[]controls] // the open sources, by name
-	changes   []circuit.Change           // a buffer; owned by the sweeper
-	look      time.Duration              // when the breakers are ticked next; owned by the sweeper
-	evict     time.Duration              // when scopes are evicted next; owned by the sweeper
+	mu          sync.Mutex
+	sources     map[string]controls
+	kept        map[string]carryOver          // what ended sources leave to the next ones, by name
+	restored    map[string]circuit.SavedScope // breakers of the previous process, by scopeKey, until a source claims them
+	parted      []controls                    // sources that ended since the fleet got the totals
+	dispatchers []*dispatcher
+	unwritten   map[string]bool // topics or queues whose missing dead-letter writer was logged
+	closed      bool
+	running     sync.WaitGroup
+	sorted      atomic.Pointer[[]controls] // the open sources, by name
+	changes     []circuit.Change           // a buffer; owned by the sweeper
+	look        time.Duration              // when the breakers are ticked next; owned by the sweeper
+	evict       time.Duration              // when scopes are evicted next; owned by the sweeper
 }
 
 // controls is a source or protected function of any message type, as the Guard uses it.
@@ -146,7 +146,7 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 		log:       slog.New(loudHandler{slog.Default().Handler()}),
 		ends:      slog.Default(),
 		sources:   make(map[string]controls),
-		kept:      make(map[string]kept),
+		kept:      make(map[string]carryOver),
 		restored:  make(map[string]circuit.SavedScope),
 		unwritten: make(map[string]bool),
 		sweeper:   sweeper{wake: make(chan struct{}, 1)},
@@ -260,27 +260,27 @@ func (g *Guard) policy(cfg SourceConfig, p *problems) Policy {
 	return policy
 }
 
-// letterbox returns the letterbox of a writer. Sources with the same writer share it. A
+// dispatcher returns the dispatcher of a writer. Sources with the same writer share it. A
 // source that parks has its own, and so has a source whose writer cannot be compared,
 // such as a function. The caller must call discard when the source has ended.
-func (g *Guard) letterbox(w dlq.Writer, own bool) *letterbox {
+func (g *Guard) dispatcher(w dlq.Writer, own bool) *dispatcher {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if !own && reflect.ValueOf(w).Comparable() {
-		for _, b := range g.boxes {
+		for _, b := range g.dispatchers {
 			if !b.own && reflect.ValueOf(b.writer).Comparable() && b.writer == w {
 				b.users++
 				return b
 			}
 		}
 	}
-	b := newLetterbox(g, w, own)
-	g.boxes = append(g.boxes, b)
+	b := newDispatcher(g, w, own)
+	g.dispatchers = append(g.dispatchers, b)
 	return b
 }
 
-// discard ends the use of a letterbox by one source.
-func (g *Guard) discard(b *letterbox) {
+// discard ends the use of a dispatcher by one source.
+func (g *Guard) discard(b *dispatcher) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	g.mu.Lock()
@@ -372,7 +372,7 @@ func (g *Guard) Source(name string) Control {
 // letters off ([dlq.ErrPutOff]) is no error.
 func (g *Guard) Ready() error {
 	g.mu.Lock()
-	closed, boxes := g.closed, slices.Clone(g.boxes)
+	closed, boxes := g.closed, slices.Clone(g.dispatchers)
 	g.mu.Unlock()
 	if closed {
 		return ErrClosed

@@ -36,7 +36,7 @@ func TestAccountingIdentity(t *testing.T) {
 		}
 		s := newSim(t, p)
 		s.log = rapid.Bool().Draw(t, "log")
-		s.inPlace = rapid.IntRange(0, 3).Draw(t, "in place") == 0
+		s.blocksLane = rapid.IntRange(0, 3).Draw(t, "in place") == 0
 		if rapid.IntRange(0, 3).Draw(t, "paced") == 0 {
 			s.letterPace = &everyThird{}
 		}
@@ -93,7 +93,7 @@ func TestAccountingIdentity(t *testing.T) {
 			"adopt": func(t *rapid.T) {
 				if s.quiet(s.now) {
 					s.tally.Received++
-					running = append(running, s.adopt(s.now-time.Second, next, laneOf(next), 1))
+					running = append(running, s.takeOver(s.now-time.Second, next, laneOf(next), 1))
 					next++
 					in++
 				}
@@ -126,7 +126,7 @@ func TestAccountingIdentity(t *testing.T) {
 				r := failureOf(err)
 				r.name, r.known = fmt.Sprint(it.m), true
 				st := s.done(s.now, it, r)
-				for _, c := range s.condemned {
+				for _, c := range s.toWrite {
 					guess := c.exhausted && s.now-c.exhaustedAt >= p.withDefaults(Limits{}).Retry.Patience
 					if !c.permanent && !guess && c.after < proofs {
 						t.Fatalf("message %d dead-lettered as %q without proof", c.m, c.verdict)

@@ -26,7 +26,7 @@ func TestCreditsAndProbes(t *testing.T) {
 		}
 		s := newSim(t, p)
 		s.log = rapid.Bool().Draw(t, "log")
-		s.inPlace = rapid.IntRange(0, 3).Draw(t, "in place") == 0
+		s.blocksLane = rapid.IntRange(0, 3).Draw(t, "in place") == 0
 		next := 0
 		dead := 0
 		var running, acking []*item[int]
@@ -34,7 +34,7 @@ func TestCreditsAndProbes(t *testing.T) {
 		var looking []*item[int] // taken aside, with the book of then
 		var books []*ruleBook
 		post := func() {
-			for _, it := range s.condemned {
+			for _, it := range s.toWrite {
 				if it.rule == nil { // what the quarantine condemns costs no credit
 					dead++
 				}

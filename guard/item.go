@@ -50,7 +50,7 @@ type item[M any] struct {
 	serial   uint64 // times the item was given to a handler
 	tries    int    // handler calls so far, without those that said nothing; see counted
 	call     int32  // the place of tries in machine.calls, while the item is not settling
-	doubtful int32  // the place of luck in machine.lucks, 0 for none
+	doubtful int32  // the place of lifeAtFailure in machine.failureLives, 0 for none
 	// attempts are calls that count towards Retry.Attempts: no probe that asks for life, and no
 	// call as a witness.
 	attempts    int
@@ -61,30 +61,30 @@ type item[M any] struct {
 	class       Class // of the latest error
 	// life is machine.life when the latest call began, from the second call on; with
 	// machine.beside from the first.
-	life     uint64
-	luck     uint64        // life at the latest failure
-	after    int           // failures after a proof of life
-	alive    bool          // the latest failure was after a proof of life
-	afterAt  time.Duration // when the latest failure after a proof of life was
-	own      int           // failures in after that had a new success since the failure before
-	relapses int           // failures with a success of others since the failure before
-	wordAt   time.Duration // when the item got the last word
-	lastWord bool          // something has succeeded: the item has the rest of its attempts
-	doubted  bool          // the item had the last word, and lost it when another was condemned
+	life          uint64
+	lifeAtFailure uint64        // life at the latest failure
+	after         int           // failures after a proof of life
+	alive         bool          // the latest failure was after a proof of life
+	afterAt       time.Duration // when the latest failure after a proof of life was
+	own           int           // failures in after that had a new success since the failure before
+	relapses      int           // failures with a success of others since the failure before
+	wordAt        time.Duration // when the item got the last word
+	lastWord      bool          // something has succeeded: the item has the rest of its attempts
+	doubted       bool          // the item had the last word, and lost it when another was found guilty
 	// mute: as a witness the item told nothing about the dependency, because it was ignored,
 	// permanent or itself at fault.
 	mute   bool
 	passed bool // the item has let others go first since its latest attempt
 
 	// The dead letter.
-	permanent bool        // the handler said Permanent: the item waits for a credit only
-	paid      bool        // the credit is paid, and the item waits for the limit of dead letters only
-	credit    credit.Paid // the credit of the dead letter
-	begun     bool        // the dead letter was given to the writer, maybe in vain
-	tried     bool        // the writer has failed to write it, other than by putting it off
-	failures  []attempt   // the first failure and the latest ones
-	noted     int         // how many of the machine's bytes failures takes
-	reason    Reason      // why the item is in retryWait
+	permanent    bool        // the handler said Permanent: the item waits for a credit only
+	paid         bool        // the credit is paid, and the item waits for the limit of dead letters only
+	credit       credit.Paid // the credit of the dead letter
+	begun        bool        // the dead letter was given to the writer, maybe in vain
+	tried        bool        // the writer has failed to write it, other than by putting it off
+	failures     []attempt   // the first failure and the latest ones
+	historyBytes int         // how many of the machine's bytes failures takes
+	reason       Reason      // why the item is in retryWait
 
 	due   time.Duration // in retryWait: when to try again
 	heap  int           // index in machine.due, -1 outside
@@ -108,7 +108,7 @@ type item[M any] struct {
 	dead         bool       // the dead letter is confirmed
 	ignored      bool       // the handler returned Ignore
 	guessed      bool       // the item was taken for poison without proof
-	cameBack     bool       // the message failed when life was luck, and was parked
+	cameBack     bool       // the message failed at lifeAtFailure, and was parked
 }
 
 // context is the context of the latest call, with the call's span if there is one.
@@ -154,18 +154,18 @@ func (c *machine[M]) note(now time.Duration, it *item[M], r result) {
 		it.failures = append(it.failures[:1], it.failures[2:]...)
 	}
 	it.failures = append(it.failures, attempt{it.tries, now, r.words, r.err, r.stack})
-	was := it.noted
-	it.noted = 0
+	was := it.historyBytes
+	it.historyBytes = 0
 	for _, a := range it.failures {
-		it.noted += attemptBytes + len(a.words.Type) + len(a.words.Message) + len(a.stack)
+		it.historyBytes += attemptBytes + len(a.words.Type) + len(a.words.Message) + len(a.stack)
 	}
-	c.keeps(it.noted - was)
+	c.keeps(it.historyBytes - was)
 }
 
 // keeps adds n bytes of failure histories; n may be negative.
 func (c *machine[M]) keeps(n int) {
 	c.bytes += int64(n)
-	c.noted += int64(n)
+	c.historyBytes += int64(n)
 }
 
 // lane is a sequence of messages that must be handled in order: those of the source, or of one key.
@@ -247,7 +247,7 @@ func (h *dueHeap[M]) remove(it *item[M]) {
 
 // last tells whether the message would be lost if this process crashed: the broker will not
 // deliver it again, and it is not on the disk.
-func (it *item[M]) last() bool { return it.lastDelivery && !it.copy.kept() }
+func (it *item[M]) last() bool { return it.lastDelivery && !it.copy.onDisk() }
 
 // fifo is a queue that reuses its memory.
 type fifo[T any] struct {

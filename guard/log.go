@@ -788,7 +788,7 @@ func (s *Source[M]) needs(now time.Duration) (all [needCount]need) {
 		}
 		all[needsReturn] = s.longOut(now, began, all[needsReturn])
 	}
-	if n := s.c.parked[ReasonDLQ]; n > 0 {
+	if n := s.c.retryWaits[ReasonDLQ]; n > 0 {
 		what := wantsCredit
 		if !s.c.letters {
 			what = wantsWriter
@@ -820,7 +820,7 @@ func (c *machine[M]) blocked(now time.Duration) (n need) {
 	if c.exhausted == 0 {
 		return n
 	}
-	lifeless := max(c.provedAt, c.movedAt, c.failingAt)
+	lifeless := max(c.provedAt, c.grewAt, c.failingAt)
 	oldest := time.Duration(math.MaxInt64)
 	look := func(it *item[M], what *needWords, since time.Duration) {
 		n.messages++

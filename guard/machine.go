@@ -24,7 +24,7 @@ import (
 //	         put                    next                done(nil)
 //	Created ────▶ Waiting | Held ────────▶ Processing ────────────▶ Settling ─▶ Acked
 //	                   ▲                       │ done(err)              ▲   └─▶ DeadLettered
-//	                   │      wake             ▼           condemn      │
+//	                   │      wake             ▼         spendCredit    │
 //	                   └─────────────────── RetryWait ──────────────────┘
 //
 // Waiting and Held are one phase, which is called Held while the source is not admitting. When the
@@ -40,7 +40,7 @@ type machine[M any] struct {
 
 	// The shape of the source.
 	letters    bool              // the source has a dead-letter writer
-	inPlace    bool              // a failed head blocks its lane until it is parked or dead-lettered
+	blocksLane bool              // a failed head blocks its lane until it is parked or dead-lettered
 	offers     bool              // the passive shape: next offers an item, which may never be taken
 	takenAt    func(M) time.Time // Taker.TakenAt; nil without a Taker
 	letterPace Limiter           // the limit of dead letters; may be nil
@@ -67,57 +67,57 @@ type machine[M any] struct {
 	going []*item[M]              // items in settling
 	acks  fifo[*item[M]]          // items to be acked: their dead letter is confirmed, or they are parked
 
-	// condemned collects items whose dead letter is to be written; the driver
+	// toWrite collects items whose dead letter is to be written; the driver
 	// takes them after each step.
-	condemned []*item[M]
+	toWrite []*item[M]
 
 	// Counts of the messages that are not settling: no step has to visit all messages.
-	arrivals ranks // arrival times, those of messages in the ring included
-	calls    ranks // item.tries of the items outside the ring
-	lucks    ranks // item.luck of the items that have failed and are not decided
-	untried  int   // lanes whose head has not failed yet
-	telling  int   // lanes whose head has not failed yet, or is with a handler
+	arrivals     ranks // arrival times, those of messages in the ring included
+	calls        ranks // item.tries of the items outside the ring
+	failureLives ranks // item.lifeAtFailure of the items that have failed and are not decided
+	untried      int   // lanes whose head has not failed yet
+	telling      int   // lanes whose head has not failed yet, or is with a handler
 
 	// How many messages there are.
-	lastID    uint64
-	count     [phaseCount]int  // items by phase
-	parked    [reasonCount]int // items in retryWait, by reason
-	queued    int              // entries in the ring
-	exhausted int              // items whose attempts are used up, not settling
+	lastID     uint64
+	count      [phaseCount]int  // items by phase
+	retryWaits [reasonCount]int // items in retryWait, by reason
+	queued     int              // entries in the ring
+	exhausted  int              // items whose attempts are used up, not settling
 
 	// Guesses: dead letters without proof.
-	guesses   int           // guesses since the latest success, without those that were parked
-	guessedAt time.Duration // when the latest guess was made, parked or not
-	guessLuck uint64        // the number of successes (life) at the latest guess
-	burst     burst
-	elsewhere elsewhere
+	guesses     int           // guesses since the latest success, without those that were parked
+	guessedAt   time.Duration // when the latest guess was made, parked or not
+	lifeAtGuess uint64        // the number of successes (life) at the latest guess
+	burst       burst
+	elsewhere   elsewhere
 
 	round round // a probe's look that is in progress
 	flaky flakiness
 
 	// Signs of life. "life" is the number of successes, which the method life counts.
-	provedAt   time.Duration      // when a call outside the closed path succeeded last
-	provedHere int                // unsettled messages at provedAt
-	lastLife   uint64             // life at the latest watch
-	watchedAt  time.Duration      // when lastLife was read
-	looksAll   int                // failed witnesses of all lanes since looksLife
-	looksLife  uint64             // life when looksAll began to count
-	movedAt    time.Duration      // when life grew last, as far as watch knows
-	failingAt  time.Duration      // when the first call failed since the latest success
-	lifelessAt time.Duration      // when calls had last failed for shortOutage without a success
-	stillAt    time.Duration      // when life had last stood still for longer than stale
-	suspecting bool               // an item waits for a proof of life: exhausted, or a failed probe
-	born       uint64             // life when the epoch began
-	suspects   map[string]suspect // failed messages of earlier epochs; while the source ends, of this one too
-	health     *health            // nil without a health check
+	provedAt     time.Duration      // when a call outside the closed path succeeded last
+	provedHere   int                // unsettled messages at provedAt
+	lastLife     uint64             // life at the latest watch
+	watchedAt    time.Duration      // when lastLife was read
+	looksAll     int                // failed witnesses of all lanes since looksLife
+	looksLife    uint64             // life when looksAll began to count
+	grewAt       time.Duration      // when life grew last, as far as watch knows
+	failingAt    time.Duration      // when the first call failed since the latest success
+	lifelessAt   time.Duration      // when calls had last failed for shortOutage without a success
+	stoodStillAt time.Duration      // when life had last stood still for longer than stale
+	suspecting   bool               // an item waits for a proof of life: exhausted, or a failed probe
+	born         uint64             // life when the epoch began
+	suspects     map[string]suspect // failed messages of earlier epochs; while the source ends, of this one too
+	health       *health            // nil without a health check
 
 	shutAt    time.Duration // when the breaker opened
 	grantedAt time.Duration // when a probe that the fleet granted looked last
 
 	// Arrivals, for the patience before a guess.
-	came    time.Duration // when the latest message came
-	gap     time.Duration // the longest time between two messages since gapLuck
-	gapLuck uint64        // own() when gap began to count
+	came     time.Duration // when the latest message came
+	gap      time.Duration // the longest time between two messages since gapLuck
+	ownAtGap uint64        // own() when gap began to count
 
 	recovered bool          // the latest success was of a message that had failed
 	spentLife uint64        // successes up to this life prove nothing any more; see doubt
@@ -125,13 +125,13 @@ type machine[M any] struct {
 	slowAfter time.Duration // a call that takes this long is reported as slow
 
 	// The window.
-	bytes      int64  // bytes of messages and of their failure histories
-	noted      int64  // bytes of the failure histories alone
-	doneBehind int    // messages in the spill that are done, but not given up on the disk
-	ahead      int    // the latest answer of Marker.Ahead
-	aheadTurn  uint64 // the turn in which ahead was asked
-	spills     bool   // Policy.Spill
-	behind     int    // messages in the spill, or on their way there, that the machine has not got
+	bytes        int64  // bytes of messages and of their failure histories
+	historyBytes int64  // bytes of the failure histories alone
+	doneBehind   int    // messages in the spill that are done, but not given up on the disk
+	ahead        int    // the latest answer of Marker.Ahead
+	aheadTurn    uint64 // the turn in which ahead was asked
+	spills       bool   // Policy.Spill
+	behind       int    // messages in the spill, or on their way there, that the machine has not got
 
 	// The end of the source.
 	ended   bool
@@ -154,12 +154,12 @@ type machine[M any] struct {
 	drained   float64 // messages admitted since drainFrom
 
 	// The breaker's answers.
-	wasClosed   bool // the breaker was closed at the latest notice
-	freed       bool // a probe was settled: another source of the scope may have one
-	saysNothing bool // the latest probe proved nothing: its handler ignored it, or asked for time
+	wasClosed          bool // the breaker was closed at the latest notice
+	freed              bool // a probe was settled: another source of the scope may have one
+	probeProvedNothing bool // the latest probe proved nothing: its handler ignored it, or asked for time
 
 	// Dead letters at the dispatcher.
-	writing map[*item[M]]struct{} // condemned, not yet confirmed
+	writing map[*item[M]]struct{} // to be written, not yet confirmed
 	undone  []*item[M]            // items whose letters came back unwritten when the source ended
 
 	// For the storm detector.
@@ -235,7 +235,7 @@ func (c *machine[M]) room() int {
 	switch {
 	case n == 0:
 		return c.limit()
-	case c.bytes >= c.policy.WindowBytes && (n > maxLook || c.bytes-c.noted >= c.policy.WindowBytes):
+	case c.bytes >= c.policy.WindowBytes && (n > maxLook || c.bytes-c.historyBytes >= c.policy.WindowBytes):
 		return 0
 	case n+c.settledAhead() < c.limit():
 		return c.limit() - n - c.settledAhead()
@@ -276,7 +276,7 @@ func (c *machine[M]) move(it *item[M], to phase) {
 		c.count[it.phase]--
 	}
 	if it.phase == retryWait {
-		c.parked[it.reason]--
+		c.retryWaits[it.reason]--
 		c.due.remove(it)
 	}
 	if list := c.listed(it.phase); list != nil {
@@ -324,7 +324,7 @@ func (c *machine[M]) counted(it *item[M], n int) {
 // undoubted takes an item out of lucks: it is not failed and undecided any more.
 func (c *machine[M]) undoubted(it *item[M]) {
 	if it.doubtful != 0 {
-		c.lucks.drop(it.doubtful)
+		c.failureLives.drop(it.doubtful)
 		it.doubtful = 0
 	}
 }
@@ -386,8 +386,8 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int, onDisk *s
 	l := c.lane(key)
 	c.enqueue(l.queue, e)
 	c.heads(l)
-	c.stand(l)
-	if c.inPlace {
+	c.enlist(l)
+	if c.blocksLane {
 		return
 	}
 	// The first untried message behind a failed head can prove life. So it wakes an exhausted
@@ -408,9 +408,9 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int, onDisk *s
 	}
 }
 
-// adopt takes a message over from the closed path, which called the handler at began. The
+// handOver takes a message over from the closed path, which called the handler at began. The
 // message is processing.
-func (c *machine[M]) adopt(began time.Duration, m M, key uint64, size int) *item[M] {
+func (c *machine[M]) takeOver(began time.Duration, m M, key uint64, size int) *item[M] {
 	c.arrived(max(c.came, began))
 	c.bytes += int64(size)
 	e := entry[M]{m: m, size: size, at: began, arrival: c.arrivals.add(int64(began))}
@@ -467,16 +467,16 @@ func (c *machine[M]) lane(key uint64) *lane[M] {
 	return l
 }
 
-// stand puts a lane into the ready list, if it has something to try.
-func (c *machine[M]) stand(l *lane[M]) {
+// enlist puts a lane into the ready list, if it has something to try.
+func (c *machine[M]) enlist(l *lane[M]) {
 	if !l.queued && !l.parked && !l.empty() {
 		l.queued = true
 		c.ready.push(l)
 	}
 }
 
-// leave forgets a lane without messages.
-func (c *machine[M]) leave(l *lane[M]) {
+// dropIfEmpty forgets a lane without messages.
+func (c *machine[M]) dropIfEmpty(l *lane[M]) {
 	if l.empty() && !l.queued {
 		c.countHead(l, false, false)
 		delete(c.lanes, l.key)
@@ -484,11 +484,11 @@ func (c *machine[M]) leave(l *lane[M]) {
 	}
 }
 
-// park lets an item wait for its next attempt.
-func (c *machine[M]) park(it *item[M], at time.Duration, why Reason) {
+// waitRetry lets an item wait for its next attempt.
+func (c *machine[M]) waitRetry(it *item[M], at time.Duration, why Reason) {
 	c.move(it, retryWait)
 	it.reason, it.due = why, at
-	c.parked[why]++
+	c.retryWaits[why]++
 	heap.Push(&c.due, it)
 	if it.lane != nil {
 		it.lane.parked = true
@@ -503,7 +503,7 @@ func (c *machine[M]) wake(it *item[M]) {
 		return
 	}
 	it.lane.parked = false
-	c.stand(it.lane)
+	c.enlist(it.lane)
 }
 
 // next decides what to do next.
@@ -516,7 +516,7 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 	}
 	for len(c.due) > 0 && c.due[0].due <= now {
 		if it := c.due[0]; it.permanent {
-			c.condemn(now, it)
+			c.spendCredit(now, it)
 		} else {
 			c.wake(it)
 		}
@@ -529,7 +529,7 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 	if it := c.nextToLook(); it != nil {
 		return c.examine(now, it)
 	}
-	it := c.up()
+	it := c.nextItem()
 	if it == nil {
 		c.endLook(now, nil)
 		return step[M]{at: c.wakeAt(0)}
@@ -567,8 +567,8 @@ func (c *machine[M]) wakeAt(until time.Duration) time.Duration {
 	return until
 }
 
-// up is the next item to try, nil if there is none. The item stays in its list.
-func (c *machine[M]) up() *item[M] {
+// nextItem is the next item to try, nil if there is none. The item stays in its list.
+func (c *machine[M]) nextItem() *item[M] {
 	if c.order() == OrderNone {
 		// While the breaker is open, a new message is probed before a failed one. One new message
 		// also goes before an exhausted one that waits for a witness: slow retries of a few
@@ -621,7 +621,7 @@ func rotate[M, T any](c *machine[M], q *fifo[T], head func(T) *item[M]) {
 	}
 	for range q.len() {
 		it := head(q.peek())
-		if it == nil || it.probes == 0 || c.life() == it.luck || it.passed {
+		if it == nil || it.probes == 0 || c.life() == it.lifeAtFailure || it.passed {
 			return
 		}
 		it.passed = true

@@ -27,7 +27,7 @@ func newParkSim(t *testing.T, back time.Duration) *parkSim {
 		sim: newSim(t, Policy{Order: OrderKey, NoBreaker: true}), t: t, back: back,
 		left: map[int]int{}, again: map[int]time.Duration{}, gone: map[int][]time.Duration{},
 	}
-	s.inPlace = true
+	s.blocksLane = true
 	s.machine.beside = func() uint64 { return s.beside }
 	return s
 }

@@ -97,17 +97,17 @@ func (s *Source[M]) waitsToProbe() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	b := s.c.gate.Breaker.Snapshot(now)
-	return b.Forced || b.Barred || b.Held || s.c.callable() && !s.c.saysNothing
+	return b.Forced || b.Barred || b.Held || s.c.callable() && !s.c.probeProvedNothing
 }
 
 // callable tells whether a handler has a message, or may get one before a letter is written or a
 // credit comes.
 func (c *machine[M]) callable() bool {
-	return c.count[processing]+c.ready.len()+c.again.len()+c.parked[ReasonNone]+c.parked[ReasonStorm] > 0 ||
+	return c.count[processing]+c.ready.len()+c.again.len()+c.retryWaits[ReasonNone]+c.retryWaits[ReasonStorm] > 0 ||
 		c.order() == OrderNone && c.queued > 0
 }
 
-// park parks the message of a letter. parked is false if it is to be dead-lettered.
+// waitRetry parks the message of a letter. parked is false if it is to be dead-lettered.
 func (l letter[M]) park(ctx context.Context, r *dlq.Record) (parked bool, err error) {
 	s := l.s
 	of := cmp.Or(s.from, parent(s)) // the source that has the breaker

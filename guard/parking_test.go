@@ -266,7 +266,7 @@ func TestParkersWriteBesideEachOther(t *testing.T) {
 				t.Errorf("%s shares its writer's goroutine", name)
 			}
 		}
-		if n := len(g.boxes); n != 2 {
+		if n := len(g.dispatchers); n != 2 {
 			t.Errorf("%d boxes", n)
 		}
 		closeAll(t, g)

@@ -265,7 +265,7 @@ func (s *Source[M]) takeBackLocked(now time.Duration, it *item[M]) {
 	delete(s.passive, it.id)
 	s.onOffer = nil
 	s.c.unasked(now, it)
-	s.c.done(now, it, result{word: cancelled, err: errNotTaken})
+	s.c.done(now, it, result{outcome: cancelled, err: errNotTaken})
 }
 
 // unasked ends the probe of an item that no handler had. If the probe is a later message

@@ -674,7 +674,7 @@ wait:
 	f.ending = rep
 	now := f.g.now()
 	if ends := f.pausedUntil(now); ends != 0 {
-		f.g.keep(f.cfg.Name, kept{paused: true, pauseEnds: ends, at: now})
+		f.g.keep(f.cfg.Name, carryOver{paused: true, pauseEnds: ends, at: now})
 	}
 	f.g.unregister(f.cfg.Name, f)
 	f.release()

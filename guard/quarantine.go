@@ -175,9 +175,9 @@ func (c *machine[M]) heedRules(now time.Duration, book *ruleBook) {
 func (c *machine[M]) release(now time.Duration, it *item[M]) {
 	it.rule, it.paid = nil, false
 	if it.tries > 0 && !it.permanent {
-		it.doubtful = c.lucks.add(int64(it.luck))
+		it.doubtful = c.failureLives.add(int64(it.lifeAtFailure))
 	}
-	c.park(it, now, ReasonNone) // next wakes it, or condemns it if it is permanent
+	c.waitRetry(it, now, ReasonNone) // next wakes it, or dead-letters it if it is permanent
 }
 
 // unseen tells whether an item must be compared with the book before it is handled.
@@ -226,7 +226,7 @@ func (c *machine[M]) looked(now time.Duration, it *item[M], book *ruleBook, rule
 	case it.wasParked:
 		switch {
 		case it.due < never:
-			c.park(it, it.due, it.reason)
+			c.waitRetry(it, it.due, it.reason)
 		case it.paid:
 			c.queueUp(it, &c.paced, now+creditPoll, it.reason)
 		default:
@@ -267,7 +267,7 @@ func (c *machine[M]) impound(now time.Duration, it *item[M], rule *dlq.Rule) {
 		it.lane, it.verdict = nil, dlq.ReasonQuarantine
 		c.move(it, settling)
 		c.writing[it] = struct{}{}
-		c.condemned = append(c.condemned, it)
+		c.toWrite = append(c.toWrite, it)
 		if l.turn <= l.behind() {
 			l.parked, l.queued = false, true
 			c.ready.pushFront(l)
@@ -275,9 +275,9 @@ func (c *machine[M]) impound(now time.Duration, it *item[M], rule *dlq.Rule) {
 		}
 		c.endWitness(now, l, nil)
 	case !c.letters:
-		c.park(it, never, ReasonDLQ)
+		c.waitRetry(it, never, ReasonDLQ)
 	default:
-		c.sentence(now, it, dlq.ReasonQuarantine)
+		c.paceLetter(now, it, dlq.ReasonQuarantine)
 	}
 }
 

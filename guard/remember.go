@@ -23,11 +23,11 @@ type suspect struct {
 	tries, attempts, after int
 	lastWord               bool
 	wordAt, afterAt        time.Duration
-	luck                   uint64
+	lifeAtFailure          uint64
 	firstFailed            time.Duration
 	failures               []attempt
 	at                     time.Duration // when the message went back to the broker, or was parked
-	parked                 bool          // the message comes back with new attempts: only luck counts
+	parked                 bool          // the message comes back with new attempts: only lifeAtFailure counts
 }
 
 // identity names a message over epochs: by its place at the broker, by its id, or else by its
@@ -79,20 +79,20 @@ func (c *machine[M]) recall(it *item[M], r result) {
 	}
 	delete(c.suspects, r.name)
 	if before.parked {
-		it.cameBack, it.luck = true, before.luck
+		it.cameBack, it.lifeAtFailure = true, before.lifeAtFailure
 		return
 	}
 	c.counted(it, before.tries)
 	it.attempts += before.attempts
 	it.after += before.after
 	it.lastWord, it.wordAt, it.afterAt = before.lastWord, before.wordAt, before.afterAt
-	it.luck, it.life = before.luck, c.born
+	it.lifeAtFailure, it.life = before.lifeAtFailure, c.born
 	it.firstFailed, it.failures = before.firstFailed, before.failures
 }
 
 // suspect returns what is to be remembered of an item, false if it has no name or has not failed.
 func (it *item[M]) suspect(now time.Duration) (suspect, bool) {
-	return suspect{it.tries, it.attempts, it.after, it.lastWord, it.wordAt, it.afterAt, it.luck, it.firstFailed, it.failures, now, false}, it.name != "" && it.tries > 0
+	return suspect{it.tries, it.attempts, it.after, it.lastWord, it.wordAt, it.afterAt, it.lifeAtFailure, it.firstFailed, it.failures, now, false}, it.name != "" && it.tries > 0
 }
 
 // remember keeps the failures of an item that goes back to the broker.
@@ -103,12 +103,12 @@ func (c *machine[M]) remember(now time.Duration, it *item[M]) {
 	}
 }
 
-// rememberParked keeps the luck of an item that was parked, in a source that handles parked
+// rememberParked keeps lifeAtFailure of an item that was parked, in a source that handles parked
 // messages (with beside). The message comes back to that source. A success until then is a proof
 // of life before the first call there.
 func (c *machine[M]) rememberParked(now time.Duration, it *item[M]) {
 	if c.beside != nil && it.name != "" {
-		c.suspect(it.name, suspect{luck: it.luck, at: now, parked: true})
+		c.suspect(it.name, suspect{lifeAtFailure: it.lifeAtFailure, at: now, parked: true})
 	}
 }
 

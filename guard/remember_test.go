@@ -173,7 +173,7 @@ func TestAttemptsOfALetterThatWasNotWritten(t *testing.T) {
 			time.Sleep(10 * time.Millisecond)
 		}
 		s.mu.Lock()
-		s.c.stillAt = time.Millisecond // an outage ended then
+		s.c.stoodStillAt = time.Millisecond // an outage ended then
 		s.mu.Unlock()
 		over, cancel := context.WithCancel(t.Context())
 		cancel()
@@ -184,7 +184,7 @@ func TestAttemptsOfALetterThatWasNotWritten(t *testing.T) {
 		letters.err = nil
 		letters.mu.Unlock()
 		s, ran = open()
-		if s.c.stillAt != time.Millisecond {
+		if s.c.stoodStillAt != time.Millisecond {
 			t.Error("an outage of the epoch before is forgotten")
 		}
 		time.Sleep(time.Minute)

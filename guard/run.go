@@ -130,7 +130,7 @@ func (l *loop[M]) turn(done chan<- struct{}) {
 		if it != nil {
 			l.s.finish(it, l.s.exited(it.ctx))
 		} else {
-			l.adopt(l.hand.m, l.s.exited(l.hand.ctx))
+			l.handOver(l.hand.m, l.s.exited(l.hand.ctx))
 		}
 	}()
 	for l.step() {
@@ -218,7 +218,7 @@ func (l *loop[M]) refillFrom(first []M) bool {
 
 func (s *Source[M]) beginBatchLocked(batch []M) {
 	s.batch, s.pos, s.diverted = batch, 0, 0
-	s.batchAt = s.started + s.adopted.Load()
+	s.batchAt = s.started + s.takenOver.Load()
 }
 
 // fast is the closed path: it calls the handler and acks. A message that does not succeed
@@ -254,7 +254,7 @@ func (l *loop[M]) fast(m M, batched bool) {
 	if err != nil {
 		r := s.outcome(ctx, err, stack)
 		l.hand.busy = false
-		l.adopt(m, r)
+		l.handOver(m, r)
 		return
 	}
 	l.hand.busy = false
@@ -281,7 +281,7 @@ func (s *Source[M]) rest() {
 // unstartLocked takes the message in hand back out of the closed path.
 func (s *Source[M]) unstartLocked() {
 	s.started--
-	s.adopted.Add(1)
+	s.takenOver.Add(1)
 	s.rest()
 	s.c.tally.Received++
 }
@@ -299,13 +299,13 @@ func (s *Source[M]) forget(err error) {
 	s.mu.Unlock()
 }
 
-// adopt hands a failed message of the closed path to the machine.
-func (l *loop[M]) adopt(m M, r result) {
+// handOver hands a failed message of the closed path to the machine.
+func (l *loop[M]) handOver(m M, r result) {
 	s := l.s
 	var key uint64
 	var size int
 	if s.begin() {
-		if r.word == failure {
+		if r.outcome == failure {
 			s.describe(m, &r)
 		}
 		key, size = s.weigh(m)
@@ -322,7 +322,7 @@ func (l *loop[M]) adopt(m M, r result) {
 		s.mu.Unlock()
 		return
 	}
-	it := s.c.adopt(began, m, key, size)
+	it := s.c.takeOver(began, m, key, size)
 	it.token, it.slow, it.ctx = l.hand.token, slow, l.hand.ctx
 	st := s.doneUnlock(now, it, r)
 	s.g.sweeper.kick()

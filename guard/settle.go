@@ -51,11 +51,11 @@ func (s *Source[M]) outcome(ctx *callContext, err error, stack []byte) result {
 		ctx.finish()
 	}
 	r := s.g.resultOf(s.explain(ctx, err), stack)
-	if r.word == failure {
+	if r.outcome == failure {
 		s.failed.Store(failedAt(s.g.now(), r))
 		r.rule = s.g.rules.Load().ofCause(r.class, r.err, r.stack)
 	}
-	if r.word == backoff {
+	if r.outcome == backoff {
 		// In a suspend the wall clock goes on while the guard's clock stands still. The handler
 		// has read the wall clock a moment ago, so only the difference from now counts.
 		r.until = s.g.origin.Add(soon(s.g.now(), time.Until(r.until)))
@@ -230,7 +230,7 @@ func (s *Source[M]) doneUnlock(now time.Duration, it *item[M], r result) step[M]
 
 // finish takes an item's outcome to the machine and settles it if it is done.
 func (s *Source[M]) finish(it *item[M], r result) {
-	if r.word == failure && it.name == "" && s.begin() {
+	if r.outcome == failure && it.name == "" && s.begin() {
 		s.describe(it.m, &r)
 		s.end()
 	}

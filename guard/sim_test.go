@@ -123,8 +123,8 @@ func (s *sim) account() Account {
 
 // post hands what was condemned to the writer.
 func (s *sim) post() {
-	s.letters = append(s.letters, s.condemned...)
-	s.condemned = nil
+	s.letters = append(s.letters, s.toWrite...)
+	s.toWrite = nil
 }
 
 // confirm confirms the oldest dead letter.

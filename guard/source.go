@@ -38,33 +38,33 @@ type Source[M any] struct {
 	port    Port[M]
 	marker  Marker                         // the port, if it is a Marker; else nil
 	handler func(context.Context, M) error // nil in the passive shape
-	writer  *letterbox                     // nil without a dead-letter writer
+	writer  *dispatcher                    // nil without a dead-letter writer
 
-	// word is the closed path: the number of messages started there, shifted by
+	// outcome is the closed path: the number of messages started there, shifted by
 	// phaseBits, and the phase of the latest. The loop writes it, anyone reads it. On a
 	// failure the number is decremented, and the machine takes the message over. So the
 	// number, without the message in hand, is the number of the closed path's successes.
-	word      atomic.Uint64
-	adopted   atomic.Uint64 // messages taken out of word again; see unstartLocked
-	chunk     atomic.Pointer[callChunk]
-	slowAt    atomic.Uint64 // number of the last call reported as slow, plus 1
-	fenced    atomic.Bool   // no port call may begin
-	revoked   atomic.Bool   // End's reason is ReasonRebalance; set before ended is closed
-	slow      atomic.Bool   // the closed path is off, as the machine has something to do
-	timeout   atomic.Int64  // Policy.Timeout
-	batchMax  atomic.Int64  // how many messages Run takes from its input at once
-	started   uint64        // the loop's copy of word's number
-	lookedAt  atomic.Uint64 // number of the message whose producer was looked up last
-	acks      int           // acks since the last Flush; the loop's, but guarded by mu if shared
-	kicked    bool          // the loop kicked the sweeper since it last rested: the sweeper is not parked
-	looks     atomic.Uint64 // how often Marker.Ahead was called
-	seen      seen          // owned by the sweeper
-	metaLost  atomic.Bool   // a Port.Meta that panicked or exited was logged
-	laneLost  atomic.Bool   // a Port.Lane that panicked was logged
-	failed    atomic.Pointer[failedCall]
-	slowAfter atomic.Int64    // Breaker.Slow
-	slowIs    bool            // Policy.Breaker sets Slow; otherwise Slow follows Timeout
-	slowWas   []time.Duration // earlier values of a Slow that follows Timeout; guarded by mu
+	word        atomic.Uint64
+	takenOver   atomic.Uint64 // messages taken out of word again; see unstartLocked
+	chunk       atomic.Pointer[callChunk]
+	slowAt      atomic.Uint64 // number of the last call reported as slow, plus 1
+	fenced      atomic.Bool   // no port call may begin
+	revoked     atomic.Bool   // End's reason is ReasonRebalance; set before ended is closed
+	slow        atomic.Bool   // the closed path is off, as the machine has something to do
+	timeout     atomic.Int64  // Policy.Timeout
+	batchMax    atomic.Int64  // how many messages Run takes from its input at once
+	started     uint64        // the loop's copy of word's number
+	lookedAt    atomic.Uint64 // number of the message whose producer was looked up last
+	acks        int           // acks since the last Flush; the loop's, but guarded by mu if shared
+	kicked      bool          // the loop kicked the sweeper since it last rested: the sweeper is not parked
+	looks       atomic.Uint64 // how often Marker.Ahead was called
+	seen        seen          // owned by the sweeper
+	metaLost    atomic.Bool   // a Port.Meta that panicked or exited was logged
+	laneLost    atomic.Bool   // a Port.Lane that panicked was logged
+	failed      atomic.Pointer[failedCall]
+	slowAfter   atomic.Int64    // Breaker.Slow
+	slowFixed   bool            // Policy.Breaker sets Slow; otherwise Slow follows Timeout
+	earlierSlow []time.Duration // earlier values of a Slow that follows Timeout; guarded by mu
 
 	mu       sync.Mutex
 	c        machine[M] // the loop may read its policy and gate without mu, see Update
@@ -149,14 +149,14 @@ func openSource[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], 
 
 	s := &Source[M]{
 		g: g, cfg: cfg, limits: limits, port: port, handler: handler,
-		wake:     make(chan struct{}, 1),
-		space:    make(chan struct{}, 1),
-		ended:    make(chan struct{}),
-		demanded: -1,
-		epoch:    g.epochs.Add(1),
-		slowIs:   slowIs,
-		stormKey: g.stormKey(cfg),
-		parker:   parker, from: from,
+		wake:      make(chan struct{}, 1),
+		space:     make(chan struct{}, 1),
+		ended:     make(chan struct{}),
+		demanded:  -1,
+		epoch:     g.epochs.Add(1),
+		slowFixed: slowIs,
+		stormKey:  g.stormKey(cfg),
+		parker:    parker, from: from,
 	}
 	s.slowAfter.Store(int64(full.Breaker.Slow))
 	s.marker, _ = any(port).(Marker)
@@ -176,7 +176,7 @@ func openSource[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], 
 	}
 	s.c = machine[M]{
 		policy: full, limits: limits, storm: detector, budget: budget, limiter: cfg.Limiter,
-		health: g.health, inPlace: parks || from != nil, offers: handler == nil, beside: besides(from),
+		health: g.health, blocksLane: parks || from != nil, offers: handler == nil, beside: besides(from),
 		letters: cfg.DeadLetters != nil, letterPace: g.letterPace, origin: g.origin, slowAfter: full.Breaker.Slow,
 		rand: g.newRand(cfg.Name, s.epoch),
 		ring: ring, lanes: make(map[uint64]*lane[M]), writing: make(map[*item[M]]struct{}), fast: s.fastSuccesses, wasClosed: true,
@@ -212,12 +212,12 @@ func openSource[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], 
 			"source", cfg.Name, "messages", n, "help", "open it with Policy.Spill")
 	}
 	if cfg.DeadLetters != nil {
-		s.writer = g.letterbox(cfg.DeadLetters, parks)
+		s.writer = g.dispatcher(cfg.DeadLetters, parks)
 	}
 	s.metrics = g.metrics.source(cfg)
 	s.metrics.atRest()
 	s.c.born = s.c.life()
-	var before kept
+	var before carryOver
 	s.mu.Lock() // an operator may see the source once it is registered
 	if err = g.register(cfg.Name, s); err == nil {
 		before = g.recall(cfg.Name)
@@ -263,7 +263,7 @@ func (c Policy) slow() breaker.Config {
 	return b
 }
 
-// release gives the breaker's scope and the letterbox back.
+// release gives the breaker's scope and the dispatcher back.
 func (s *Source[M]) release() {
 	if s.writer != nil {
 		s.g.discard(s.writer)
@@ -335,8 +335,8 @@ func (s *Source[M]) divideLocked() {
 // unlock ends a critical section of a step. It publishes whether the closed path may run.
 // After the unlock it posts the step's dead letters and wakes sources that wait for a probe.
 func (s *Source[M]) unlock(now time.Duration) {
-	condemned, freed := s.c.condemned, s.c.freed
-	s.c.condemned, s.c.freed = nil, false
+	toWrite, freed := s.c.toWrite, s.c.freed
+	s.c.toWrite, s.c.freed = nil, false
 	quiet := s.c.quiet(now) // also ends an empty hold
 	s.slow.Store(!quiet || s.alwaysSlow() || s.c.book != nil && s.c.book.meta || s.spillBusyLocked())
 	if s.offering > 0 && s.inputRoomLocked() > 0 {
@@ -346,10 +346,10 @@ func (s *Source[M]) unlock(now time.Duration) {
 		s.cond.Broadcast() // the other workers of this source
 	}
 	s.mu.Unlock()
-	for _, it := range condemned {
+	for _, it := range toWrite {
 		s.writer.post(letter[M]{s, it})
 	}
-	if len(condemned) > 0 {
+	if len(toWrite) > 0 {
 		s.g.saver.hurry()
 	}
 	if freed {
@@ -416,7 +416,7 @@ func (s *Source[M]) batchLeftLocked(started uint64) int {
 	if s.batch == nil {
 		return 0
 	}
-	return len(s.batch) - s.diverted - int(started+s.adopted.Load()-s.batchAt)
+	return len(s.batch) - s.diverted - int(started+s.takenOver.Load()-s.batchAt)
 }
 
 // maxSlowWas bounds how many earlier values of Breaker.Slow Update still accepts.
@@ -435,9 +435,9 @@ func (s *Source[M]) Update(p Policy) error {
 		next.Workers = old.Workers
 	}
 	next.Breaker = next.Breaker.WithDefaults()
-	if by := next; p.Breaker.Slow != 0 && !s.slowIs {
+	if by := next; p.Breaker.Slow != 0 && !s.slowFixed {
 		by.Breaker.Slow = 0
-		if by.slow().Slow == p.Breaker.Slow || slices.Contains(s.slowWas, p.Breaker.Slow) { // p is from before another Update
+		if by.slow().Slow == p.Breaker.Slow || slices.Contains(s.earlierSlow, p.Breaker.Slow) { // p is from before another Update
 			next.Breaker.Slow = old.Breaker.Slow
 		}
 	}
@@ -463,11 +463,11 @@ func (s *Source[M]) Update(p Policy) error {
 		p.Timeout, p.NoTimeout, p.Retry, p.Ramp = next.Timeout, next.NoTimeout, next.Retry, next.Ramp
 		p.Window, p.WindowBytes = next.Window, next.WindowBytes
 		s.timeout.Store(int64(next.Timeout))
-		if !s.slowIs && next.Timeout > 0 { // without a Timeout Slow does not change
+		if !s.slowFixed && next.Timeout > 0 { // without a Timeout Slow does not change
 			next.Breaker.Slow = 0
 			p.Breaker.Slow = next.slow().Slow
-			if !slices.Contains(s.slowWas, s.c.slowAfter) {
-				s.slowWas = append(s.slowWas[max(0, len(s.slowWas)-maxSlowWas):], s.c.slowAfter)
+			if !slices.Contains(s.earlierSlow, s.c.slowAfter) {
+				s.earlierSlow = append(s.earlierSlow[max(0, len(s.earlierSlow)-maxSlowWas):], s.c.slowAfter)
 			}
 			s.c.slowAfter = p.Breaker.Slow
 			s.slowAfter.Store(int64(p.Breaker.Slow))
@@ -681,10 +681,10 @@ func (s *Source[M]) state(now time.Duration, fleet breaker.FleetScope) (st State
 			st.Holds = append(st.Holds, breakerHold(&st, c.policy.Breaker.Base))
 		}
 	}
-	if n := c.parked[ReasonLimiter]; n > 0 {
+	if n := c.retryWaits[ReasonLimiter]; n > 0 {
 		hold(ReasonDLQ, 0, fmt.Sprintf("%d messages wait for the limit of dead letters", n), "time")
 	}
-	switch n := c.parked[ReasonDLQ]; {
+	switch n := c.retryWaits[ReasonDLQ]; {
 	case n == 0:
 	case !c.letters:
 		hold(ReasonDLQ, 0, fmt.Sprintf("%d messages have failed for good or are in quarantine, and the source has no dead-letter writer", n), "operator: "+noWriterHelp)

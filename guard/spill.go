@@ -70,8 +70,8 @@ type spilled struct {
 	done   bool   // the copy is not needed any more
 }
 
-// kept tells whether the message is safe on the disk, and the broker needs no further call.
-func (c *spilled) kept() bool { return c != nil && c.acked && c.synced }
+// onDisk tells whether the message is safe on the disk, and the broker needs no further call.
+func (c *spilled) onDisk() bool { return c != nil && c.acked && c.synced }
 
 // overflow is the hold on disk of one source. Only the loop, or End in its place, calls its
 // methods. The fields that End and Account read are guarded by Source.mu.

@@ -110,7 +110,7 @@ type savedBudgetConfig struct {
 }
 
 // savedFailure is the written form of a suspect, with its first and its latest attempt. The
-// suspect's luck is left out: all successes of the next process come later.
+// lifeAtFailure of a suspect is left out: all successes of the next process come later.
 type savedFailure struct {
 	Tries       int            `json:"tries"`
 	Attempts    int            `json:"attempts"`
@@ -294,7 +294,7 @@ func (g *Guard) restore(now time.Duration, leaf *circuit.Leaf, path []string) {
 }
 
 // sayPaused logs that a source is paused since before the restart.
-func (g *Guard) sayPaused(name string, k kept) {
+func (g *Guard) sayPaused(name string, k carryOver) {
 	now := g.now()
 	if !k.restart || !k.paused || now >= k.pauseEnds {
 		return
@@ -509,7 +509,7 @@ func (f *Func[M]) saved(now time.Duration, _ int) (savedSource, bool) {
 }
 
 // saved is the written form of k, without At; false if there is nothing to write.
-func (k kept) saved() (savedSource, bool) {
+func (k carryOver) saved() (savedSource, bool) {
 	s := savedSource{Guesses: k.guesses, Paused: k.paused, Storm: k.storm}
 	if k.budget != nil {
 		if b, ok := k.budget.Save(); ok {
@@ -541,9 +541,9 @@ func (k kept) saved() (savedSource, bool) {
 // its own source when it was made, and the source that takes it over checks it again.
 const anyRate = 1e-9
 
-// kept is s in the Guard that reads it at now. An invalid budget is left out.
-func (s savedSource) kept(now time.Duration) kept {
-	k := kept{
+// onDisk is s in the Guard that reads it at now. An invalid budget is left out.
+func (s savedSource) kept(now time.Duration) carryOver {
+	k := carryOver{
 		guesses: s.Guesses, guessedAt: s.GuessedAt, paused: s.Paused, pauseEnds: s.PauseEnds, asked: s.Asked,
 		storm: s.Storm, at: s.At, restart: true,
 		flaky: flakiness{recovered: max(0, s.Flaky.Recovered), all: max(0, s.Flaky.All), relapses: max(0, s.Flaky.Relapses), at: s.Flaky.At},

@@ -46,7 +46,7 @@ func (c *machine[M]) sweep(now time.Duration, late []*callContext) ([]*callConte
 	}
 	c.notice(now)
 	c.rampOver(now)
-	if now-c.watchedAt >= watchEvery && (!c.lucks.empty() || len(c.suspects) > 0) {
+	if now-c.watchedAt >= watchEvery && (!c.failureLives.empty() || len(c.suspects) > 0) {
 		c.watch(now)
 	}
 	if now < c.lookAt {
@@ -105,7 +105,7 @@ func (c *machine[M]) items(visit func(*item[M])) {
 // messages that are being settled, and acked messages in the spill.
 func (c *machine[M]) messages(dst []M) []M {
 	c.items(func(it *item[M]) {
-		if !it.copy.kept() {
+		if !it.copy.onDisk() {
 			dst = append(dst, it.m)
 		}
 	})
@@ -115,7 +115,7 @@ func (c *machine[M]) messages(dst []M) []M {
 			continue
 		}
 		for _, e := range held {
-			if !e.copy.kept() {
+			if !e.copy.onDisk() {
 				dst = append(dst, e.m)
 			}
 		}
@@ -155,7 +155,7 @@ func (c *machine[M]) unspilled(letters bool, visit func(M, *spilled)) {
 // writer never got gets its credit back.
 func (c *machine[M]) drain(now time.Duration) (rest []M, kept int) {
 	back := func(m M, c *spilled) {
-		if c.kept() {
+		if c.onDisk() {
 			kept++
 		} else {
 			rest = append(rest, m)

@@ -112,7 +112,7 @@ func (g *Guard) sweepAll() (moving bool) {
 // seen is what the sweeper last saw of a source. The sweeper owns it.
 type seen struct {
 	word    uint64        // Source.word
-	adopted uint64        // Source.adopted
+	adopted uint64        // Source.takenOver
 	since   atomic.Int64  // when word or adopted changed; callBegan reads it, too
 	mark    atomic.Uint64 // the value that since belongs to: word, plus adopted in its number
 	storm   time.Duration // when the machine is swept again
@@ -125,7 +125,7 @@ type seen struct {
 // sweep makes time pass for one source. While only the closed path works, it mostly costs
 // a few atomic loads.
 func (s *Source[M]) sweep(now time.Duration) (moving bool) {
-	w, adopted := s.word.Load(), s.adopted.Load()
+	w, adopted := s.word.Load(), s.takenOver.Load()
 	if w != s.seen.word || adopted != s.seen.adopted {
 		s.seen.word, s.seen.adopted = w, adopted
 		s.seen.since.Store(int64(now))
@@ -187,7 +187,7 @@ func (s *Source[M]) callBegan(now time.Duration) time.Duration {
 // wordSince is when the closed path's word became w, to within a tick; now if the sweeper
 // has not seen that yet.
 func (s *Source[M]) wordSince(now time.Duration, w uint64) time.Duration {
-	if s.seen.mark.Load() != w+s.adopted.Load()<<phaseBits {
+	if s.seen.mark.Load() != w+s.takenOver.Load()<<phaseBits {
 		return now
 	}
 	return min(now, time.Duration(s.seen.since.Load()))

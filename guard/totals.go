@@ -38,10 +38,10 @@ type elsewhere struct {
 
 // burst is the group of messages that have failed here since the last success.
 type burst struct {
-	on    bool
-	came  time.Duration // when the first message of the burst came
-	luck  uint64        // the number of successes (life) when that message failed
-	spent time.Duration // when the attempts of a message of the burst were first used up; 0 before that
+	on            bool
+	came          time.Duration // when the first message of the burst came
+	lifeAtFailure uint64        // the number of successes (life) when that message failed
+	spent         time.Duration // when the attempts of a message of the burst were first used up; 0 before that
 }
 
 // shareTotals tells the fleet the counts of each topic or queue since the last call, and
@@ -131,13 +131,13 @@ func (*Func[M]) heardTotals(map[string]*totalSum, int) {}
 // failing tells whether messages with used up attempts wait, and nothing has succeeded
 // since.
 func (c *machine[M]) failing() bool {
-	return c.exhausted > 0 && c.burst.spent > 0 && c.life() == c.burst.luck
+	return c.exhausted > 0 && c.burst.spent > 0 && c.life() == c.burst.lifeAtFailure
 }
 
 // keepBurst adds a message that has just failed to the burst.
 func (c *machine[M]) keepBurst(it *item[M]) {
-	if b := &c.burst; !b.on || it.luck != b.luck {
-		*b = burst{on: true, came: it.at, luck: it.luck}
+	if b := &c.burst; !b.on || it.lifeAtFailure != b.lifeAtFailure {
+		*b = burst{on: true, came: it.at, lifeAtFailure: it.lifeAtFailure}
 	}
 	if it.exhausted && c.burst.spent == 0 {
 		c.burst.spent = it.exhaustedAt
@@ -150,15 +150,15 @@ func (c *machine[M]) keepBurst(it *item[M]) {
 // fails, too, or more than one small burst has failed since the last success here.
 func (c *machine[M]) vouched(now time.Duration) bool {
 	b, at, life := &c.burst, time.Duration(c.elsewhere.succeeded.Load()), c.life()
-	if b.spent == 0 || life != b.luck || at <= b.spent || now-at >= proofFresh || c.elsewhere.failing.Load() > 1 {
+	if b.spent == 0 || life != b.lifeAtFailure || at <= b.spent || now-at >= proofFresh || c.elsewhere.failing.Load() > 1 {
 		return false
 	}
 	guesses := 0
-	if life <= c.guessLuck {
+	if life <= c.lifeAtGuess {
 		guesses = c.guesses
 	}
 	switch {
-	case c.inPlace, c.storm.Storm().Active, c.gate != nil && c.gate.Held():
+	case c.blocksLane, c.storm.Storm().Active, c.gate != nil && c.gate.Held():
 		return false
 	case c.came > b.came+proofFresh, c.room() == 0, c.unsettled()+guesses > maxVouched:
 		return false

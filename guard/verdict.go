@@ -15,7 +15,7 @@ import (
 // way: weigh (what it proves), report (tells the breaker, and may try another message first),
 // decide (dead letter, or wait).
 func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
-	word := r.word
+	word := r.outcome
 	if c.offers && r.err != errNotTaken && !r.takenBack { //nolint:errorlint // the sentinel itself
 		c.called(it)
 	}
@@ -40,7 +40,7 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 		c.takeUp(now, it)
 	}
 	if it.probe && word != cancelled {
-		c.saysNothing = word == ignore || word == backoff
+		c.probeProvedNothing = word == ignore || word == backoff
 	}
 	switch word {
 	case success:
@@ -64,7 +64,7 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 		c.weigh(now, it, r)
 		it.permanent = true
 		c.undoubted(it)
-		c.condemn(now, it)
+		c.spendCredit(now, it)
 	case backoff:
 		c.exclude(now, it)
 		c.counted(it, -1)
@@ -113,7 +113,7 @@ func (c *machine[M]) notice(now time.Duration) {
 	if closed := c.closed(); closed != c.wasClosed {
 		c.wasClosed = closed
 		if closed {
-			c.saysNothing = false
+			c.probeProvedNothing = false
 			c.storm.Thaw(now)
 		} else {
 			c.shutAt = now
@@ -143,7 +143,7 @@ func (c *machine[M]) succeeded(now time.Duration, it *item[M]) step[M] {
 	if it.witness() {
 		c.tally.Overtaken++
 		for _, before := range it.lane.front[:it.lane.turn] {
-			before.giveWord(now)
+			before.grantLastWord(now)
 		}
 	}
 	c.heed(now)
@@ -165,7 +165,7 @@ func (c *machine[M]) heed(now time.Duration) {
 			c.suspecting = true
 			return
 		}
-		it.giveWord(now)
+		it.grantLastWord(now)
 		if it.phase == retryWait {
 			asleep = append(asleep, it)
 		}
@@ -201,8 +201,8 @@ func (c *machine[M]) part(it *item[M]) {
 		l.queued = true
 		c.ready.pushFront(l)
 	}
-	c.stand(l)
-	c.leave(l)
+	c.enlist(l)
+	c.dropIfEmpty(l)
 }
 
 // back lets an item wait for its handler again, at the end of the ready lanes, so that the next
@@ -224,7 +224,7 @@ func (c *machine[M]) back(now time.Duration, it *item[M]) {
 		it.lane.waited = true
 	}
 	it.lane.parked = false
-	c.stand(it.lane)
+	c.enlist(it.lane)
 }
 
 // exclude tells the breaker that an attempt proves nothing.
@@ -264,7 +264,7 @@ func (c *machine[M]) failed(now time.Duration, it *item[M], r result) {
 //	storm, or no dead-letter writer        retry, with that reason
 //	otherwise                              retry: there may be a proof of life by then
 //
-// Each dead letter also needs a credit; see condemn.
+// Each dead letter also needs a credit; see spendCredit.
 func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 	open := c.open()
 	if open && it.lastWord { // this failure may belong to the next outage
@@ -272,26 +272,26 @@ func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 		if c.gate.Held() { // a fleet's hold is open between its probes: each probe must prove life anew
 			after = it.after
 		}
-		it.takeWord(after)
+		it.revokeLastWord(after)
 	}
 	guessAt := c.guessAt(now, it)
 	c.suspecting = c.suspecting || (it.exhausted || it.probes > 0) && !it.alive
 	switch {
 	case c.letters && c.guilty(now, it) && !(c.stormy() && c.policy.Budget.Off):
-		c.condemn(now, it)
+		c.spendCredit(now, it)
 	case now >= guessAt:
 		c.guess(now, it)
 	case open:
 		// Not longer than the breaker is open: the item may be the only one to probe with.
-		c.park(it, now+min(c.delay(it.probes), c.policy.Breaker.PeriodAfter(it.probes, now-c.shutAt)), ReasonNone)
+		c.waitRetry(it, now+min(c.delay(it.probes), c.policy.Breaker.PeriodAfter(it.probes, now-c.shutAt)), ReasonNone)
 	case !it.exhausted:
-		c.park(it, now+c.delay(it.attempts), ReasonNone)
+		c.waitRetry(it, now+c.delay(it.attempts), ReasonNone)
 	case c.stormy():
-		c.park(it, now+c.suspectDelay(it), ReasonStorm)
+		c.waitRetry(it, now+c.suspectDelay(it), ReasonStorm)
 	case !c.letters:
-		c.park(it, now+c.delay(it.attempts), ReasonDLQ)
+		c.waitRetry(it, now+c.delay(it.attempts), ReasonDLQ)
 	default:
-		c.park(it, min(now+c.suspectDelay(it), guessAt), ReasonNone)
+		c.waitRetry(it, min(now+c.suspectDelay(it), guessAt), ReasonNone)
 	}
 }
 
@@ -328,7 +328,7 @@ func (r Retry) delay(n int, random func(int64) int64) time.Duration {
 func (c *machine[M]) settled(now time.Duration, it *item[M], err error) {
 	c.move(it, idle)
 	c.bytes -= int64(it.size)
-	c.keeps(-it.noted)
+	c.keeps(-it.historyBytes)
 	switch {
 	case it.ignored && err == ErrTakenBack: //nolint:errorlint // the sentinel itself
 		c.tally.Returned++

@@ -50,7 +50,7 @@ func (s *Source[M]) await() (step[M], bool) {
 			s.mu.Unlock()
 			return st, false
 		}
-		if len(s.c.condemned) > 0 {
+		if len(s.c.toWrite) > 0 {
 			s.unlock(now)
 			s.mu.Lock()
 			continue

@@ -28,7 +28,7 @@ const (
 // ack that it covers could overtake each other. The broker closes the channel over a tag that it
 // does not know.
 type acker struct {
-	life atomic.Pointer[life] // nil until there is a channel
+	life atomic.Pointer[channelEpoch] // nil until there is a channel
 	tags tags
 
 	last   atomic.Int64 // when the latest frame was sent, in Unix nanoseconds

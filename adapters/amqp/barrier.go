@@ -25,11 +25,11 @@ const (
 	settleMost = time.Second           // time for a busy broker to apply
 )
 
-// takenIn waits until the broker has taken in all acks, and tells whether that is known. After few
+// awaitAcks waits until the broker has taken in all acks, and tells whether that is known. After few
 // frames it returns at once. It waits 50 ms at most if the consumer can be cancelled, and otherwise
 // up to a second, by how busy the broker is. For the broker's answer itself it waits without limit.
 // consumer returns the tag of the consumer to cancel, or "". Deliveries must be read meanwhile.
-func (a *acker) takenIn(consumer func() string) bool {
+func (a *acker) awaitAcks(consumer func() string) bool {
 	l := a.life.Load()
 	began, last := time.Now(), time.Unix(0, a.last.Load())
 	await := func(limit time.Duration) bool {

@@ -141,9 +141,9 @@ type consumer struct {
 	rejects  *rejects
 	link     *link
 	version  [2]int
-	missing  int    // how often in a row the queue was not there
-	consumed bool   // a consumer was started once, so that what the broker refuses now was allowed then
-	refused  sparse // paces the line that says why there is no consumer
+	missing  int      // how often in a row the queue was not there
+	consumed bool     // a consumer was started once, so that what the broker refuses now was allowed then
+	refused  logPacer // paces the line that says why there is no consumer
 
 	// These end a stop when the network does not answer. Any goroutine may use them.
 	sock   atomic.Pointer[socket]

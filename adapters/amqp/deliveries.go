@@ -126,14 +126,14 @@ func guarded(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan
 	if err := checkNoStream(ctx, ch, o.queue); err != nil {
 		return nil, err
 	}
-	d := &desk{
+	d := &passiveSession{
 		o: &o, in: in, out: make(chan amqp091.Delivery), quit: make(chan struct{}), dried: make(chan struct{}), read: make(chan struct{}),
 		port: newPassivePort(&o), handed: make(map[uint64]*attempt), most: o.prefetch, age: newAges(o.timeout / 2), tag: tag,
 	}
 	if d.most == 0 {
 		d.most = maxQos
 	}
-	l, closed := newLife(ch)
+	l, closed := newChannelEpoch(ch)
 	d.port.life.Store(l)
 	d.closed = closed
 	d.src, err = guard.Open(g, guard.SourceConfig{
@@ -159,11 +159,11 @@ func guarded(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan
 // maxQos is the largest prefetch that AMQP can set.
 const maxQos = 65535
 
-// desk is one passive epoch. Three goroutines: one reads the deliveries, one
+// session is one passive epoch. Three goroutines: one reads the deliveries, one
 // hands them out, and one watches over both and ends the source.
 //
 // mu is taken alone: nothing is called under it.
-type desk struct {
+type passiveSession struct {
 	o      *options
 	src    *guard.Source[*taken]
 	port   *passivePort
@@ -195,7 +195,7 @@ type taken struct {
 // intake reads every delivery at once, so that its tag is known, and offers it to the source. It
 // must not wait for room there. So it keeps deliveries that the source refuses, and offers them
 // again when the source has named room.
-func (d *desk) intake() {
+func (d *passiveSession) intake() {
 	defer close(d.read)
 	var stash []*taken
 	for in := d.in; ; {
@@ -234,7 +234,7 @@ func (d *desk) intake() {
 
 // check notes a delivery's tag. It refuses a tag that came before, and a delivery beyond the
 // prefetch.
-func (d *desk) check(m *amqp091.Delivery) error {
+func (d *passiveSession) check(m *amqp091.Delivery) error {
 	if _, ok := d.port.tags.add(m.DeliveryTag, size(m)); !ok {
 		d.port.life.Load().over.Store(true)
 		return unsuitable("delivery tag %d came again: the client has recovered the channel; set Config.Recovery to nil", m.DeliveryTag)
@@ -246,12 +246,12 @@ func (d *desk) check(m *amqp091.Delivery) error {
 }
 
 // handOut gives the program the messages that may be handled.
-func (d *desk) handOut() {
+func (d *passiveSession) handOut() {
 	turn := uint64(0)
 	for it := range d.src.Ready() {
 		turn++
 		it.Msg.at.Store(nil)
-		a := &attempt{desk: d, of: it.Msg, token: it.Token, turn: turn}
+		a := &attempt{session: d, of: it.Msg, token: it.Token, turn: turn}
 		m := it.Msg.Delivery
 		m.Acknowledger = a
 		d.mu.Lock()
@@ -277,7 +277,7 @@ var errNotTaken = errors.New("amqp: not taken")
 const settledPoll = 20 * time.Millisecond
 
 // watch waits until the epoch must end, and ends the source.
-func (d *desk) watch(ctx context.Context) {
+func (d *passiveSession) watch(ctx context.Context) {
 	look := time.NewTicker(settledPoll)
 	look.Stop() // it starts when in has ended
 	defer look.Stop()
@@ -286,7 +286,7 @@ func (d *desk) watch(ctx context.Context) {
 	why, gone := guard.ReasonShutdown, false
 	dried, read := d.dried, d.read
 	var cancelled stopping
-	w := warnings{desk: d, budget: d.src.State().Settings.WindowBytes}
+	w := warnings{session: d, budget: d.src.State().Settings.WindowBytes}
 loop:
 	for {
 		select {
@@ -356,7 +356,7 @@ type stopping struct {
 // over tells whether to stop handing out. Either the source is on hold, which may last as long as
 // an outage. Or only the last quarter of the time is left, which is for the deliveries that are
 // out.
-func (s *stopping) over(now time.Time, d *desk) bool {
+func (s *stopping) over(now time.Time, d *passiveSession) bool {
 	for _, h := range d.src.State().Holds {
 		switch h.Reason {
 		case guard.ReasonBreaker, guard.ReasonStorm, guard.ReasonOperator:
@@ -374,7 +374,7 @@ func (s *stopping) over(now time.Time, d *desk) bool {
 
 // leave waits until the broker has taken in the last acks, for limit at most: the program is about
 // to close the channel.
-func (d *desk) leave(limit time.Duration) {
+func (d *passiveSession) leave(limit time.Duration) {
 	p, l := d.port, d.port.life.Load()
 	p.end()
 	if l.ended() {
@@ -400,7 +400,7 @@ func (d *desk) leave(limit time.Duration) {
 		}
 	})
 	known := make(chan bool, 1)
-	go func() { known <- p.flush() == nil && p.takenIn(d.consumer) }() // ends with the channel if the network or the broker does not answer
+	go func() { known <- p.flush() == nil && p.awaitAcks(d.consumer) }() // ends with the channel if the network or the broker does not answer
 	patience := time.NewTimer(limit)
 	defer patience.Stop()
 	sure := false
@@ -417,13 +417,13 @@ func (d *desk) leave(limit time.Duration) {
 
 // warnings logs, once each, what a person should change. Only watch uses it.
 type warnings struct {
-	desk       *desk
+	session    *passiveSession
 	budget     int64 // Policy.WindowBytes
 	old, large bool  // the warning was logged
 }
 
 func (w *warnings) look(now time.Time) {
-	d := w.desk
+	d := w.session
 	oldest, high := d.port.tags.oldest()
 	if d.age.over(now, oldest, high) && !w.old {
 		w.old = true
@@ -441,7 +441,7 @@ const notTakenIn = "the queue may not have taken in the last acks; their message
 
 // consumer returns the tag of the consumer, or "" once it is cancelled: another consumer may have
 // that tag then.
-func (d *desk) consumer() string {
+func (d *passiveSession) consumer() string {
 	if d.dry.Load() {
 		return ""
 	}

@@ -419,7 +419,7 @@ func (r *rig) acking(l *lines, n int, delay time.Duration) *passivePort {
 	p := newPassivePort(&options{})
 	p.delay = delay
 	r.t.Cleanup(p.end)
-	life, _ := newLife(ch)
+	life, _ := newChannelEpoch(ch)
 	p.life.Store(life)
 	for range n {
 		p.tags.add(take(r.t, in).DeliveryTag, 1)

@@ -275,15 +275,15 @@ func (p *pauses) wait(ctx context.Context) bool {
 	}
 }
 
-// sparse paces a log line that would repeat. The line is due at once, a second later, and then at
+// logPacer paces a log line that would repeat. The line is due at once, a second later, and then at
 // intervals that double up to a minute.
-type sparse struct {
+type logPacer struct {
 	next  time.Time
 	every time.Duration
 }
 
 // due tells whether the line is to be written now.
-func (s *sparse) due(now time.Time) bool {
+func (s *logPacer) due(now time.Time) bool {
 	if now.Before(s.next) {
 		return false
 	}
@@ -296,7 +296,7 @@ func (s *sparse) due(now time.Time) bool {
 // also fails when the broker refuses user, password or vhost.
 func (d Dialer) connect(ctx context.Context, first bool, name string, log *slog.Logger) (*link, error) {
 	p := pauses{longest: d.withDefaults().MaxPause}
-	var failed sparse
+	var failed logPacer
 	var refused refusals
 	for {
 		l, errs := d.round(ctx)

@@ -111,7 +111,7 @@ type DLQ struct {
 	// turn has an element while nobody uses the fields below.
 	turn   chan struct{}
 	s      *session // nil while there is no connection
-	failed sparse   // paces the line that says why there is no connection
+	failed logPacer // paces the line that says why there is no connection
 	closed bool
 	plain  bool // decimals become text: RabbitMQ's streams cannot take them in
 

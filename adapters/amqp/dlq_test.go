@@ -592,7 +592,7 @@ func TestRejectsAreHeldWithTheAcks(t *testing.T) {
 	defer p.end()
 	p.rejects = &rejects{}
 	p.rejects.begin(p.mark)
-	life, _ := newLife(ch)
+	life, _ := newChannelEpoch(ch)
 	p.life.Store(life)
 	var all []amqp091.Delivery
 	for range n {

@@ -21,9 +21,9 @@ import (
 type outcome int
 
 const (
-	epochStopped outcome = iota // ctx or the source ended, or there was an error
-	epochLost                   // the channel broke, or its prefetch changes: the next epoch begins at once
-	epochParked                 // a delivery was held too long: the next epoch waits until the source would admit a message
+	epochStopped  outcome = iota // ctx or the source ended, or there was an error
+	epochReplaced                // the channel broke, or its prefetch changes: the next epoch begins at once
+	epochParked                  // a delivery was held too long: the next epoch waits until the source would admit a message
 )
 
 // epoch is one channel and one source. Consume's goroutine runs it. The source and the reader have
@@ -37,7 +37,7 @@ type epoch struct {
 	in     chan amqp091.Delivery // input of Run; it has room for all deliveries that may be out, so the reader never waits
 	age    *ages
 	ch     *amqp091.Channel
-	life   *life
+	life   *channelEpoch
 	closed <-chan *amqp091.Error
 	cancel <-chan string
 	read   chan struct{} // closed when the reader has ended
@@ -104,7 +104,7 @@ func (c *consumer) epoch(ctx context.Context, parked bool) (outcome, error) {
 		_ = e.src.Run(context.WithoutCancel(ctx), e.in)
 	}()
 	how, err := e.run(ctx)
-	if err == nil && how == epochLost && e.src.State().Ended {
+	if err == nil && how == epochReplaced && e.src.State().Ended {
 		how = epochStopped
 	}
 	return e.finish(ctx, how, err)
@@ -126,7 +126,7 @@ func (e *epoch) run(ctx context.Context) (outcome, error) {
 	case e.narrow: // the broker's version has changed: it was upgraded, or this is another node
 		return epochParked, nil
 	default:
-		return epochLost, nil
+		return epochReplaced, nil
 	}
 	if err := link.within(ctx, answerTimeout, func() error { return e.consume(link) }); err != nil {
 		return e.notConsuming(ctx, err)
@@ -156,7 +156,7 @@ func (e *epoch) run(ctx context.Context) (outcome, error) {
 			}
 			if to := e.wanted(now); to > 0 {
 				if err := link.within(ctx, answerTimeout, func() error { return e.widen(ctx, to) }); err != nil {
-					return epochLost, nil // the channel broke
+					return epochReplaced, nil // the channel broke
 				}
 			}
 		}
@@ -181,7 +181,7 @@ func (e *epoch) consume(l *link) error {
 		return err
 	}
 	e.ch = ch
-	e.life, e.closed = newLife(ch)
+	e.life, e.closed = newChannelEpoch(ch)
 	e.cancel = ch.NotifyCancel(make(chan string, 2))
 	e.port.life.Store(e.life)
 	if name := e.c.o.native; name != "" {
@@ -219,7 +219,7 @@ func (e *epoch) subscribe(prefetch int) error {
 	if err != nil {
 		return streamRefusal(e.c.o.queue, err)
 	}
-	e.c.missing, e.c.consumed, e.c.refused = 0, true, sparse{}
+	e.c.missing, e.c.consumed, e.c.refused = 0, true, logPacer{}
 	e.done = progress{}
 	e.read = make(chan struct{})
 	go e.forward(out, e.read, e.limits.MaxDeliver/2)
@@ -249,7 +249,7 @@ func (e *epoch) forward(out <-chan amqp091.Delivery, done chan<- struct{}, few i
 			e.worn.Store(true)
 		}
 		if e.lastOf(&d) {
-			e.port.keep(d)
+			e.port.rememberLast(d)
 		}
 		select {
 		case e.in <- d:
@@ -262,7 +262,7 @@ func (e *epoch) forward(out <-chan amqp091.Delivery, done chan<- struct{}, few i
 // lost logs that the channel broke.
 func (e *epoch) lost(err *amqp091.Error) (outcome, error) {
 	e.c.o.log.Warn("channel lost", "source", e.c.o.name, "error", err)
-	return epochLost, nil
+	return epochReplaced, nil
 }
 
 // notConsuming decides whether to try again after a channel or consumer could not be opened.
@@ -292,7 +292,7 @@ func (e *epoch) notConsuming(ctx context.Context, err error) (outcome, error) {
 	if !p.wait(ctx) {
 		return epochStopped, nil
 	}
-	return epochLost, nil
+	return epochReplaced, nil
 }
 
 // ended logs why the reader has ended: the channel broke, a tag came twice, or the broker cancelled
@@ -308,7 +308,7 @@ func (e *epoch) ended() (outcome, error) {
 		}
 	default:
 	}
-	return epochLost, nil
+	return epochReplaced, nil
 }
 
 // isCode tells whether the broker answered with this code.

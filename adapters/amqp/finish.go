@@ -21,7 +21,7 @@ import (
 func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, error) {
 	c := e.c
 	stopped := ctx.Err() != nil
-	lost := how == epochLost && e.life.ended()
+	lost := how == epochReplaced && e.life.ended()
 	why := guard.ReasonShutdown
 	switch {
 	case stopped: // whatever ended the epoch
@@ -238,7 +238,7 @@ func (e *epoch) hangUp() error {
 	// The client waits without limit for the broker's answers.
 	cut := time.AfterFunc(closeTimeout, e.c.cutOff)
 	if !e.life.ended() {
-		if !e.port.takenIn(e.consumer) {
+		if !e.port.awaitAcks(e.consumer) {
 			e.c.o.log.Info(notTakenIn, "source", e.c.o.name)
 		}
 	}

@@ -46,7 +46,7 @@ func (e *epoch) park() (outcome, error) {
 	case !drains(st): // else the deliveries wait for the disk, not for slow handlers
 		c.prefetch = max(e.size/2, c.policy.Workers, 1)
 	}
-	return epochLost, nil
+	return epochReplaced, nil
 }
 
 // awaitAdmission waits until the source would admit a message: nothing holds it, or its breaker has
@@ -323,5 +323,5 @@ func (e *epoch) lighten() (outcome, bool) {
 	if e.narrow {
 		return epochParked, true
 	}
-	return epochLost, true
+	return epochReplaced, true
 }

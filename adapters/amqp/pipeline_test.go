@@ -229,7 +229,7 @@ func TestTheEndStillReads(t *testing.T) {
 	if got := p.tags.unsure(); got != acked {
 		t.Errorf("unsure of %d", got)
 	}
-	d := &desk{o: &options{log: slog.New(slog.NewTextHandler(&log, nil))}, port: p, in: in}
+	d := &passiveSession{o: &options{log: slog.New(slog.NewTextHandler(&log, nil))}, port: p, in: in}
 	d.leave(stopGrace)
 	if p.tags.unsure() != 0 || log.Len() > 0 {
 		t.Errorf("unsure of %d: %s", p.tags.unsure(), log.String())

@@ -20,26 +20,26 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// life scopes delivery tags to one channel: once it has ended, they mean nothing.
+// channelEpoch scopes delivery tags to one channel: once it has ended, they mean nothing.
 //
 // latch holds the channel's close event and is never read. The client puts the event there before
 // anything else can happen to the channel. In particular that is before the client's recovery opens
 // another channel under the same name, in which the tags begin at 1 again.
-type life struct {
+type channelEpoch struct {
 	ch    *amqp091.Channel
 	latch chan *amqp091.Error
 	over  atomic.Bool
 }
 
-// newLife begins the life of a channel's tags. closed gets the channel's end, too.
-func newLife(ch *amqp091.Channel) (l *life, closed <-chan *amqp091.Error) {
-	l = &life{ch: ch, latch: make(chan *amqp091.Error, 1)}
+// newChannelEpoch begins the life of a channel's tags. closed gets the channel's end, too.
+func newChannelEpoch(ch *amqp091.Channel) (l *channelEpoch, closed <-chan *amqp091.Error) {
+	l = &channelEpoch{ch: ch, latch: make(chan *amqp091.Error, 1)}
 	ch.NotifyClose(l.latch)
 	return l, ch.NotifyClose(make(chan *amqp091.Error, 1))
 }
 
 // ended tells whether the tags are no longer valid.
-func (l *life) ended() bool {
+func (l *channelEpoch) ended() bool {
 	return l == nil || l.over.Load() || len(l.latch) > 0 || l.ch.IsClosed()
 }
 
@@ -121,8 +121,8 @@ type port struct {
 	lasts []amqp091.Delivery // deliveries that are the last of their messages; some are settled
 }
 
-// keep remembers a delivery that is the last of its message.
-func (p *port) keep(d amqp091.Delivery) {
+// rememberLast remembers a delivery that is the last of its message.
+func (p *port) rememberLast(d amqp091.Delivery) {
 	p.back.Lock()
 	defer p.back.Unlock()
 	if len(p.lasts) == cap(p.lasts) {

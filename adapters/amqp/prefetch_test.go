@@ -282,7 +282,7 @@ func TestAConsumerIsReplacedWhenAllIsHandled(t *testing.T) {
 					port: newPort("q", &options{}), size: out, budget: 50 * 1000, age: newAges(cmp.Or(c.age, time.Hour)),
 				}
 				defer e.port.end()
-				e.port.life.Store(&life{ch: new(amqp091.Channel)})
+				e.port.life.Store(&channelEpoch{ch: new(amqp091.Channel)})
 				e.port.hold() // as widen does
 				in, release := make(chan amqp091.Delivery, out), make(chan struct{})
 				var err error

@@ -95,7 +95,7 @@ func (d *DLQ) connect(ctx context.Context) (*session, error) {
 			s.block(b)
 		}
 	}()
-	d.failed = sparse{}
+	d.failed = logPacer{}
 	d.logger().Info("connected", "queue", d.cfg.Queue, "endpoint", l.endpoint)
 	return s, nil
 }

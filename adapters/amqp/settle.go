@@ -45,12 +45,12 @@ func Fail(d amqp091.Delivery, err error) error {
 // attempt is one attempt of one delivery, and the Acknowledger of what the program was handed. A
 // retry of the delivery has another attempt.
 type attempt struct {
-	desk  *desk
-	of    *taken
-	token guard.Token
-	turn  uint64 // position in the order of handing out, from 1
-	done  atomic.Bool
-	given bool // the program has taken it; guarded by desk.mu
+	session *passiveSession
+	of      *taken
+	token   guard.Token
+	turn    uint64 // position in the order of handing out, from 1
+	done    atomic.Bool
+	given   bool // the program has taken it; guarded by passiveSession.mu
 }
 
 var _ amqp091.Acknowledger = (*attempt)(nil)
@@ -60,7 +60,7 @@ func (a *attempt) settle(err error) error {
 	if !a.done.CompareAndSwap(false, true) {
 		return errSettled
 	}
-	d := a.desk
+	d := a.session
 	d.mu.Lock()
 	if d.handed[a.of.DeliveryTag] == a {
 		delete(d.handed, a.of.DeliveryTag)
@@ -75,15 +75,15 @@ func (a *attempt) settle(err error) error {
 	return nil
 }
 
-// these returns the attempts that a call settles: this one, or with multiple all that the program
+// attemptsFor returns the attempts that a call settles: this one, or with multiple all that the program
 // was handed until this one. The order of handing out counts, not the tags: a retry keeps its tag,
 // but comes between others. By tags, a call would settle a retry that the program got later and has
 // not handled.
-func (a *attempt) these(tag uint64, multiple bool) []*attempt {
+func (a *attempt) attemptsFor(tag uint64, multiple bool) []*attempt {
 	if !multiple && tag == a.of.DeliveryTag {
 		return []*attempt{a}
 	}
-	d := a.desk
+	d := a.session
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	last := a.turn
@@ -107,12 +107,12 @@ func (a *attempt) these(tag uint64, multiple bool) []*attempt {
 }
 
 func (a *attempt) settleAll(tag uint64, multiple bool, outcome error) error {
-	all := a.these(tag, multiple)
+	all := a.attemptsFor(tag, multiple)
 	if len(all) == 0 {
 		return errSettled
 	}
 	if len(all) > 1 { // one frame acks them, if there is no gap
-		p := a.desk.port
+		p := a.session.port
 		p.hold()
 		defer p.release()
 	}
@@ -128,18 +128,18 @@ func (a *attempt) Ack(tag uint64, multiple bool) error { return a.settleAll(tag,
 
 // Nack reports failure.
 func (a *attempt) Nack(tag uint64, multiple, requeue bool) error {
-	a.desk.hidden()
+	a.session.hidden()
 	return a.settleAll(tag, multiple, refused(requeue))
 }
 
 // Reject reports failure.
 func (a *attempt) Reject(tag uint64, requeue bool) error {
-	a.desk.hidden()
+	a.session.hidden()
 	return a.settleAll(tag, false, refused(requeue))
 }
 
 // hidden logs once that the program does not tell its errors.
-func (d *desk) hidden() {
+func (d *passiveSession) hidden() {
 	d.said.Do(func() {
 		d.o.log.Warn("the program nacks without an error: an outage is noticed late, and may dead-letter healthy messages of a quiet source",
 			"source", d.o.name, "help", "call guardamqp.Fail(delivery, err) in place of Nack and Reject")

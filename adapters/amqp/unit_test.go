@@ -273,7 +273,7 @@ func (l *limiterFunc) Admit(time.Duration) time.Duration { l.n++; return time.Mi
 // channel is open again before anybody has read the event.
 func TestTheCloseEventEndsTheTags(t *testing.T) {
 	t.Parallel()
-	l := &life{ch: new(amqp091.Channel), latch: make(chan *amqp091.Error, 1)}
+	l := &channelEpoch{ch: new(amqp091.Channel), latch: make(chan *amqp091.Error, 1)}
 	p := newPassivePort(&options{})
 	p.life.Store(l)
 	p.tags.add(1, 1)
@@ -541,12 +541,12 @@ func TestConsumerTimeoutOfTheArguments(t *testing.T) {
 func TestAProgramThatIsBusyElsewhereOpensNoBreaker(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Breaker: breaker.Config{MinSample: 1, Plain: true}}})
-		d := &desk{
+		d := &passiveSession{
 			o: &options{queue: "q"}, out: make(chan amqp091.Delivery), quit: make(chan struct{}),
 			port: newPassivePort(&options{queue: "q"}), handed: make(map[uint64]*attempt),
 		}
 		defer d.port.end()
-		d.port.life.Store(&life{ch: new(amqp091.Channel)})
+		d.port.life.Store(&channelEpoch{ch: new(amqp091.Channel)})
 		d.port.hold() // there is no broker
 		var err error
 		if d.src, err = guard.Open(g, guard.SourceConfig{Name: "q"}, guard.Limits{}, d.port, nil); err != nil {

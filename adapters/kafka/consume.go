@@ -190,7 +190,7 @@ func (c *consuming) warn(topics []string, err error, wait time.Duration) {
 	}
 	c.times++
 	times := c.times
-	say := now.Sub(c.at) >= sayAgain
+	say := now.Sub(c.at) >= repeatAfter
 	if say {
 		c.at, c.times = now, 0
 	}

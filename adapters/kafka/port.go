@@ -28,22 +28,22 @@ type pauser interface {
 // claim is one epoch of one partition. It is the port of the function shape, and the passive
 // shape shares a part of it. It is safe for concurrent use.
 type claim struct {
-	topic     string
-	partition int32
-	group     string
-	name      string // the source's name
-	initial   int64  // below 0 if nothing was committed, or the log does not have the committed offset
-	start     int64  // where a claim with initial below 0 begins, if known before its first message; else -1
-	key       func(*sarama.ConsumerMessage) []byte
-	seed      maphash.Seed
-	native    sarama.ConsumerGroupClaim
-	session   sarama.ConsumerGroupSession
-	marks     *offsets.Tracker
-	asked     *askedPauses
-	end       atomic.Int64 // the log's end at the last look; -1 unknown
-	spilledAt atomic.Int64 // when the latest message was spilled, Unix nanoseconds; 0 never
-	soon      func()       // asks for a commit of the marks at once
-	refused   atomic.Bool  // the last look found commits behind, and Flush has not reported it yet
+	topic      string
+	partition  int32
+	group      string
+	name       string // the source's name
+	initial    int64  // below 0 if nothing was committed, or the log does not have the committed offset
+	start      int64  // where a claim with initial below 0 begins, if known before its first message; else -1
+	key        func(*sarama.ConsumerMessage) []byte
+	seed       maphash.Seed
+	native     sarama.ConsumerGroupClaim
+	session    sarama.ConsumerGroupSession
+	marks      *offsets.Tracker
+	asked      *askedPauses
+	end        atomic.Int64 // the log's end at the last look; -1 unknown
+	spilledAt  atomic.Int64 // when the latest message was spilled, Unix nanoseconds; 0 never
+	commitSoon func()       // asks for a commit of the marks at once
+	refused    atomic.Bool  // the last look found commits behind, and Flush has not reported it yet
 
 	marking sync.Mutex // held while a mark or a reset goes to the session: one at a time
 	marked  bool       // the session got a mark of settled messages or a reset; under marking
@@ -63,7 +63,7 @@ func newClaim(s *session, c sarama.ConsumerGroupClaim) *claim {
 	p := &claim{
 		topic: c.Topic(), partition: c.Partition(), group: s.set.group,
 		name: sourceName(s.h.opts.name, c.Topic(), c.Partition()), initial: c.InitialOffset(),
-		key: s.h.opts.key, seed: seed, native: c, session: s.native, soon: s.commitSoon, marks: offsets.New(), asked: askedPausesOf(c),
+		key: s.h.opts.key, seed: seed, native: c, session: s.native, commitSoon: s.commitSoon, marks: offsets.New(), asked: askedPausesOf(c),
 	}
 	p.end.Store(-1)
 	p.start, p.begun = -1, -1
@@ -177,7 +177,7 @@ func (c *claim) mark() {
 	}
 	c.marking.Unlock()
 	if at := c.spilledAt.Load(); due && at > 0 && time.Since(time.Unix(0, at)) < spillCommits {
-		c.soon()
+		c.commitSoon()
 	}
 }
 

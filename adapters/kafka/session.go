@@ -40,14 +40,14 @@ type session struct {
 	late        sync.Once     // logs once that revokes will be seen late
 	seeking     atomic.Bool   // Setup of a wrapped handler is running
 
-	mu     sync.Mutex
-	claims map[place]*claim        // open claims, for the watch
-	wraps  map[place]*wrappedClaim // passive shape: the latest claim of each partition, until Cleanup
-	opened map[place]bool          // claims that sarama has handed out, until Cleanup
-	ends   map[ended]*tally        // counts of ended claims, until Cleanup
-	left   map[string]*left        // sources of spilled partitions without a claim here, by name
-	over   bool                    // Cleanup was called
-	itself bool                    // a claim ended without a revoke, and sarama then ends the session
+	mu          sync.Mutex
+	claims      map[place]*claim        // open claims, for the watch
+	wraps       map[place]*wrappedClaim // passive shape: the latest claim of each partition, until Cleanup
+	opened      map[place]bool          // claims that sarama has handed out, until Cleanup
+	ends        map[ended]*tally        // counts of ended claims, until Cleanup
+	left        map[string]*left        // sources of spilled partitions without a claim here, by name
+	over        bool                    // Cleanup was called
+	claimExited bool                    // a claim ended without a revoke, and sarama then ends the session
 }
 
 // ended are the claims of one topic that ended for one reason.
@@ -129,7 +129,7 @@ func (ss *session) returned(native sarama.ConsumerGroupClaim, revoked <-chan str
 	case <-revoked: // of a cooperative group: it may be assigned again
 		delete(ss.opened, place{native.Topic(), native.Partition()})
 	default:
-		ss.itself = true
+		ss.claimExited = true
 	}
 }
 
@@ -149,7 +149,7 @@ func (ss *session) unopened() error {
 	ss.mu.Lock()
 	for topic, partitions := range ss.native.Claims() {
 		for _, p := range partitions {
-			if !ss.itself && !ss.opened[place{topic, p}] {
+			if !ss.claimExited && !ss.opened[place{topic, p}] {
 				names = append(names, fmt.Sprintf("%s/%d", topic, p))
 			}
 		}

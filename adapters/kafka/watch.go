@@ -44,7 +44,7 @@ func WatchErrors(ctx context.Context, group sarama.ConsumerGroup, log *slog.Logg
 			}
 			t := seen[k]
 			t.n++
-			if now := time.Now(); now.Sub(t.said) >= sayAgain {
+			if now := time.Now(); now.Sub(t.said) >= repeatAfter {
 				log.Warn("consumer group", "topic", k.topic, "partition", k.partition, "error", k.text, "times", t.n)
 				t = tally{said: now}
 			}
@@ -59,6 +59,6 @@ func WatchErrors(ctx context.Context, group sarama.ConsumerGroup, log *slog.Logg
 }
 
 const (
-	sayAgain = 30 * time.Second
-	maxKinds = 1024 // kinds of errors that are remembered
+	repeatAfter = 30 * time.Second
+	maxKinds    = 1024 // kinds of errors that are remembered
 )

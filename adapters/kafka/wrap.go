@@ -120,7 +120,7 @@ func (h *handler) Cleanup(s sarama.ConsumerGroupSession) error {
 	delete(h.sessions, s)
 	if ss.joined {
 		h.claimErr = cmp.Or(h.claimErr, unopened)
-	} else if unopened != nil && time.Since(h.saidUnopened) >= sayAgain {
+	} else if unopened != nil && time.Since(h.saidUnopened) >= repeatAfter {
 		h.saidUnopened = time.Now()
 		h.opts.log.Warn("the consumer group begins again", "error", unopened)
 	}

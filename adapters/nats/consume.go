@@ -65,7 +65,7 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 	warnOfConn(conn, &o, s.config.Name)
 	p := &consumePort{msgPort: newMsgPort(s.info.Name, conn, &o)}
 	if policy := cmp.Or(s.config.Policy, new(g.Config().Policy)); policy.Spill {
-		handle = workedOn(handle)
+		handle = allowInProgress(handle)
 	}
 	src, err := guard.Open(g, s.config, s.limits, p, handle)
 	if err != nil {
@@ -226,8 +226,8 @@ type consumePort struct {
 	msgPort
 	in *intake
 
-	back sync.Mutex
-	rem  []jetstream.Msg // messages that End returned
+	back     sync.Mutex
+	returned []jetstream.Msg // messages that End returned
 }
 
 // Extend also keeps alive the messages in the stash, in front of the feed.
@@ -240,14 +240,14 @@ func (p *consumePort) Demand(n int) { p.in.demand(n) }
 func (p *consumePort) Return(ms []jetstream.Msg, _ guard.Reason) error {
 	p.back.Lock()
 	defer p.back.Unlock()
-	p.rem = append(p.rem, ms...)
+	p.returned = append(p.returned, ms...)
 	return nil
 }
 
 func (p *consumePort) rest() []jetstream.Msg {
 	p.back.Lock()
 	defer p.back.Unlock()
-	return p.rem
+	return p.returned
 }
 
 // source has a consumer's configuration and the settings for the guard that follow from it.

@@ -31,16 +31,16 @@ import (
 // another message takes its place. The map beside has messages whose place is taken by an
 // unsettled message. copies is safe for concurrent use.
 type copies struct {
-	prefix atomic.Pointer[string] // common start of the ack subjects, up to the count of deliveries
-	newer  atomic.Int64           // len(latest): while it is 0, of takes no lock
+	prefix      atomic.Pointer[string] // common start of the ack subjects, up to the count of deliveries
+	latestCount atomic.Int64           // len(latest): while it is 0, of takes no lock
 
-	mu     sync.Mutex
-	top    uint64  // number of the latest delivery, by the consumer's count
-	slack  uint64  // how far a delivery may come behind a later one, with several open pulls
-	table  []known // its length is a power of two
-	shift  int     // reduces a hash to an index of table
-	beside map[uint64]*known
-	latest map[uint64]jetstream.Msg // latest copies of messages that the source has
+	mu       sync.Mutex
+	top      uint64  // number of the latest delivery, by the consumer's count
+	slack    uint64  // how far a delivery may come behind a later one, with several open pulls
+	table    []known // its length is a power of two
+	shift    int     // reduces a hash to an index of table
+	overflow map[uint64]*known
+	latest   map[uint64]jetstream.Msg // latest copies of messages that the source has
 }
 
 // known is a message that this process has taken.
@@ -64,7 +64,7 @@ func newCopies(window int) *copies {
 	n := bits.Len(uint(min(max(4*window, 4), maxCopies) - 1))
 	return &copies{
 		table: make([]known, 1<<n), shift: 64 - n,
-		beside: make(map[uint64]*known), latest: make(map[uint64]jetstream.Msg),
+		overflow: make(map[uint64]*known), latest: make(map[uint64]jetstream.Msg),
 	}
 }
 
@@ -77,10 +77,10 @@ func (c *copies) findLocked(seq uint64) *known {
 	if k := c.placeLocked(seq); k.seq == seq && k.state != unknown {
 		return k
 	}
-	if len(c.beside) == 0 {
+	if len(c.overflow) == 0 {
 		return nil
 	}
-	return c.beside[seq]
+	return c.overflow[seq]
 }
 
 // take reports whether a message is new here. It acks or keeps a copy.
@@ -100,7 +100,7 @@ func (c *copies) take(m jetstream.Msg) bool {
 	case k == nil:
 		if k = c.placeLocked(d.seq); k.state == unsettled {
 			k = new(known)
-			c.beside[d.seq] = k
+			c.overflow[d.seq] = k
 		}
 	case k.state == acked && d.first && k.time == d.time: // the consumer's count began again
 		c.forgetLocked()
@@ -114,7 +114,7 @@ func (c *copies) take(m jetstream.Msg) bool {
 		return false
 	default:
 		c.latest[d.seq] = m
-		c.newer.Store(int64(len(c.latest)))
+		c.latestCount.Store(int64(len(c.latest)))
 		c.mu.Unlock()
 		return false
 	}
@@ -134,7 +134,7 @@ func (c *copies) forgetLocked() {
 
 // of returns the latest copy of a message that the source has, usually the message itself.
 func (c *copies) of(m jetstream.Msg) jetstream.Msg {
-	if c.newer.Load() == 0 {
+	if c.latestCount.Load() == 0 {
 		return m
 	}
 	d, ok := c.read(m.Reply())
@@ -180,8 +180,8 @@ func (c *copies) settled(m jetstream.Msg, ok bool) {
 	if k.state = unknown; ok {
 		k.state = acked
 	}
-	if len(c.beside) > 0 && c.beside[d.seq] == k {
-		delete(c.beside, d.seq)
+	if len(c.overflow) > 0 && c.overflow[d.seq] == k {
+		delete(c.overflow, d.seq)
 		if place := c.placeLocked(d.seq); ok && place.state != unsettled {
 			*place = *k
 		}
@@ -191,7 +191,7 @@ func (c *copies) settled(m jetstream.Msg, ok bool) {
 func (c *copies) unsetLocked(seq uint64) {
 	if len(c.latest) > 0 {
 		delete(c.latest, seq)
-		c.newer.Store(int64(len(c.latest)))
+		c.latestCount.Store(int64(len(c.latest)))
 	}
 }
 

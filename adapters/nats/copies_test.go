@@ -140,7 +140,7 @@ func TestCopies(t *testing.T) {
 		t.Fatal("a held one from a consumer that was made anew")
 	}
 	c.settled(first, true)
-	if c.newer.Load() != 0 || c.of(first) != first {
+	if c.latestCount.Load() != 0 || c.of(first) != first {
 		t.Fatal("the copy stays")
 	}
 	if late := at("3", "7", "100"); c.take(late) || late.acks != 1 {
@@ -215,8 +215,8 @@ func TestCopiesBeyondTheTable(t *testing.T) {
 	for i := range n {
 		c.settled(at(1, i), i%2 == 0)
 	}
-	if len(c.beside) > 0 || len(c.latest) > 0 || c.newer.Load() != 0 {
-		t.Fatalf("%d and %d are left", len(c.beside), len(c.latest))
+	if len(c.overflow) > 0 || len(c.latest) > 0 || c.latestCount.Load() != 0 {
+		t.Fatalf("%d and %d are left", len(c.overflow), len(c.latest))
 	}
 	again := 0
 	for i := n - 1; i >= 0; i-- { // a new one may take the place of one that was acked

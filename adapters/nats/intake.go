@@ -163,7 +163,7 @@ func (in *intake) drainLocked() {
 	if in.stop != nil {
 		in.stop()
 	}
-	token(in.drain)
+	signal(in.drain)
 }
 
 // demand notes whether the source has room.
@@ -172,7 +172,7 @@ func (in *intake) demand(n int) {
 	defer in.mu.Unlock()
 	in.room = n > 0
 	if in.room {
-		token(in.more)
+		signal(in.more)
 	} else {
 		in.drainLocked()
 	}
@@ -494,8 +494,8 @@ func (in *intake) examine(ctx context.Context, err error) error {
 	return fmt.Errorf("%w: %s: create it again, for example with nats consumer add", ErrConsumerGone, in.name)
 }
 
-// token puts a token into a channel of capacity 1, if it is empty.
-func token(c chan<- struct{}) {
+// signal puts a token into a channel of capacity 1, if it is empty.
+func signal(c chan<- struct{}) {
 	select {
 	case c <- struct{}{}:
 	default:

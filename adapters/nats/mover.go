@@ -125,14 +125,14 @@ type Mover struct {
 	parked     [2]jetstream.Consumer // durables of the parking stream, by class
 
 	// mu guards the rest.
-	mu      sync.Mutex
-	budget  *credit.Budget
-	start   time.Time
-	base    uint64 // the ack floor at the first look, or at the first of a new consumer of that name
-	read    bool   // base is known
-	dead    uint64 // deliveries of the messages that died since base, or since Run first began
-	floor   uint64 // the latest ack floor that is safe to count
-	counted MoverCounts
+	mu             sync.Mutex
+	budget         *credit.Budget
+	start          time.Time
+	base           uint64 // the ack floor at the first look, or at the first of a new consumer of that name
+	read           bool   // base is known
+	deadDeliveries uint64 // deliveries of the messages that died since base, or since Run first began
+	floor          uint64 // the latest ack floor that is safe to count
+	counted        MoverCounts
 }
 
 // MoverCounts has the counters of a [Mover] since [NewMover].
@@ -316,7 +316,7 @@ func (m *Mover) parkOne(ctx context.Context, msg jetstream.Msg) {
 		return
 	}
 	var gone bool
-	err = m.insist(ctx, msg, "park", func(ctx context.Context) error {
+	err = m.retryUntilDone(ctx, msg, "park", func(ctx context.Context) error {
 		var r *dlq.Record
 		var err error
 		if r, gone, err = m.fetch(ctx, &a); err != nil {
@@ -342,7 +342,7 @@ func (m *Mover) parkOne(ctx context.Context, msg jetstream.Msg) {
 	if gone {
 		m.counted.Gone++
 	}
-	m.dead += a.Deliveries
+	m.deadDeliveries += a.Deliveries
 	m.mu.Unlock()
 }
 
@@ -400,9 +400,9 @@ func (m *Mover) complete(ctx context.Context, r *dlq.Record) error {
 // hasBody reports whether the message of a letter was read: every message has a subject.
 func hasBody(r *dlq.Record) bool { return r.Origin.Subject != "" }
 
-// insist calls f until it succeeds, keeps msg alive meanwhile, and then acks msg. The pause
+// retryUntilDone calls f until it succeeds, keeps msg alive meanwhile, and then acks msg. The pause
 // between tries doubles up to 10s. The only error is ctx's.
-func (m *Mover) insist(ctx context.Context, msg jetstream.Msg, what string, f func(context.Context) error) error {
+func (m *Mover) retryUntilDone(ctx context.Context, msg jetstream.Msg, what string, f func(context.Context) error) error {
 	pause := 100 * time.Millisecond
 	for failed := false; ; failed = true {
 		call, cancel := context.WithTimeout(ctx, moverCall)
@@ -459,7 +459,7 @@ func (m *Mover) release(ctx context.Context, msg jetstream.Msg, class credit.Cla
 	if err != nil {
 		m.log.Warn("mover: parked letter", "error", err) // the letter keeps its readable headers
 	}
-	if err := m.insist(ctx, msg, "release", func(ctx context.Context) error {
+	if err := m.retryUntilDone(ctx, msg, "release", func(ctx context.Context) error {
 		if !hasBody(&r) && r.Origin.Sequence > 0 { // the server also answers "not found" to a fault of its store
 			if err := m.complete(ctx, &r); err != nil {
 				return err
@@ -523,8 +523,8 @@ func (m *Mover) clear(ctx context.Context, r *dlq.Record) error {
 func (m *Mover) spend(class credit.Class) (credit.Paid, bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.read && m.floor > m.base+m.dead {
-		m.budget.Successes(m.floor - m.base - m.dead)
+	if m.read && m.floor > m.base+m.deadDeliveries {
+		m.budget.Successes(m.floor - m.base - m.deadDeliveries)
 	}
 	paid, ok := m.budget.Pay(time.Since(m.start), class)
 	if !ok {
@@ -550,7 +550,7 @@ func (m *Mover) watchFloor(ctx context.Context) {
 			case !m.read:
 				m.read, m.base, m.floor = true, floor, floor
 			case known && floor < before: // a new consumer of that name, which counts from 0
-				m.base, m.floor, m.dead = floor, floor, 0
+				m.base, m.floor, m.deadDeliveries = floor, floor, 0
 				m.budget = m.budget.Continue()
 			case known && idle && idleErr == nil:
 				m.floor = max(m.floor, before)

@@ -66,9 +66,9 @@ func (p *consumePort) Unspill(head, body []byte) (jetstream.Msg, error) {
 	return m, nil
 }
 
-// workedOn wraps messages for handle, so that InProgress also succeeds on an acked message. A
+// allowInProgress wraps messages for handle, so that InProgress also succeeds on an acked message. A
 // message on the disk is acked at the server, and needs no more time there.
-func workedOn(handle func(context.Context, jetstream.Msg) error) func(context.Context, jetstream.Msg) error {
+func allowInProgress(handle func(context.Context, jetstream.Msg) error) func(context.Context, jetstream.Msg) error {
 	return func(ctx context.Context, m jetstream.Msg) error { return handle(ctx, workedMsg{m}) }
 }
 

@@ -359,7 +359,7 @@ type wrapped struct {
 	log      *slog.Logger
 	said     sync.Once // logs that the program's failures have no error
 
-	pulls   pulls        // pulls of fetches
+	pulls   pullTurns    // pullTurns of fetches
 	short   sync.Once    // logs that a batch ended early
 	readers atomic.Int32 // open calls of Consume and Messages
 	several sync.Once    // logs that there are several readers

@@ -32,14 +32,14 @@ const (
 
 // Fetch returns up to batch messages that may be handled now.
 func (w *wrapped) Fetch(batch int, opts ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
-	return w.fetch(asking{most: batch, opts: opts, pull: func(n, _ int, opts ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
+	return w.fetch(fetchRequest{most: batch, opts: opts, pull: func(n, _ int, opts ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
 		return w.Consumer.Fetch(n, opts...)
 	}})
 }
 
 // FetchNoWait returns up to batch messages that are there already.
 func (w *wrapped) FetchNoWait(batch int) (jetstream.MessageBatch, error) {
-	return w.fetch(asking{most: batch, noWait: true, pull: func(n, _ int, _ ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
+	return w.fetch(fetchRequest{most: batch, noWait: true, pull: func(n, _ int, _ ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
 		return w.Consumer.FetchNoWait(n)
 	}})
 }
@@ -47,7 +47,7 @@ func (w *wrapped) FetchNoWait(batch int) (jetstream.MessageBatch, error) {
 // FetchBytes returns messages until they have maxBytes, if the source has room. Held messages
 // come first.
 func (w *wrapped) FetchBytes(maxBytes int, opts ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
-	return w.fetch(asking{most: w.window, bytes: maxBytes, opts: opts, pull: func(_, n int, opts ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
+	return w.fetch(fetchRequest{most: w.window, bytes: maxBytes, opts: opts, pull: func(_, n int, opts ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
 		return w.Consumer.FetchBytes(n, opts...)
 	}})
 }
@@ -67,8 +67,8 @@ func (w *wrapped) Next(opts ...jetstream.FetchOpt) (jetstream.Msg, error) {
 	return nil, nats.ErrTimeout
 }
 
-// asking has the parameters of a fetch.
-type asking struct {
+// fetchRequest has the parameters of a fetch.
+type fetchRequest struct {
 	most, bytes int // bytes: 0 for no limit
 	noWait      bool
 	opts        []jetstream.FetchOpt
@@ -79,7 +79,7 @@ type asking struct {
 // limits returns the wait and the context of the options; the context may be nil. Options are
 // functions on a type that nats.go does not export, so limits makes a value of it and reads
 // that.
-func (a *asking) limits() (wait time.Duration, ctx context.Context, err error) {
+func (a *fetchRequest) limits() (wait time.Duration, ctx context.Context, err error) {
 	if a.noWait {
 		return 0, nil, nil
 	}
@@ -139,8 +139,8 @@ func (b *batch) fail(err error) {
 	b.err = err
 }
 
-// pulls are the open pulls of a wrapped consumer's fetches.
-type pulls struct {
+// pullTurns are the open pulls of a wrapped consumer's fetches.
+type pullTurns struct {
 	// turn has a place for each pull that may be open at once. With an order it has one
 	// place: the server deals messages out to all open pulls, and each has a goroutine.
 	turn chan struct{}
@@ -150,18 +150,18 @@ type pulls struct {
 	left  int // how many messages the pulls of returned calls may still bring, a part of asked
 }
 
-func (p *pulls) ordered() bool { return cap(p.turn) == 1 }
+func (p *pullTurns) ordered() bool { return cap(p.turn) == 1 }
 
-func newPulls(order guard.Order, window int) pulls {
+func newPulls(order guard.Order, window int) pullTurns {
 	n := 1
 	if order == guard.OrderNone { // an update of the policy cannot change the order
 		n = max(2, window)
 	}
-	return pulls{turn: make(chan struct{}, n)}
+	return pullTurns{turn: make(chan struct{}, n)}
 }
 
-// opened is a pull that a fetch has opened.
-type opened struct {
+// openPull is a pull that a fetch has opened.
+type openPull struct {
 	ended chan struct{} // closed when the pull has ended; short and err are set before
 	short bool          // the pull brought fewer messages than asked for
 	err   error
@@ -172,7 +172,7 @@ type opened struct {
 }
 
 // end returns a channel that is closed when the pull has ended; nil if there is no pull.
-func (o *opened) end() <-chan struct{} {
+func (o *openPull) end() <-chan struct{} {
 	if o == nil {
 		return nil
 	}
@@ -180,7 +180,7 @@ func (o *opened) end() <-chan struct{} {
 }
 
 // count notes how many messages a pull may still bring.
-func (p *pulls) count(o *opened, rest int) {
+func (p *pullTurns) count(o *openPull, rest int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.asked += rest - o.rest
@@ -191,7 +191,7 @@ func (p *pulls) count(o *opened, rest int) {
 }
 
 // leave notes that the call of a pull has returned.
-func (p *pulls) leave(o *opened) {
+func (p *pullTurns) leave(o *openPull) {
 	if o == nil {
 		return
 	}
@@ -203,7 +203,7 @@ func (p *pulls) leave(o *opened) {
 
 // want is how many messages a call that wants most may pull. The open pulls of returned calls
 // also bring messages for this call.
-func (p *pulls) want(most, room int) int {
+func (p *pullTurns) want(most, room int) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return min(most-p.left, room-p.asked)
@@ -212,7 +212,7 @@ func (p *pulls) want(most, room int) int {
 // open pulls up to most messages, if the source has room for them. Without room it returns
 // nil and a nil error. The caller has a place in turn; open or the pull's goroutine gives
 // the place back.
-func (w *wrapped) open(a *asking, most, bytes int, opts ...jetstream.FetchOpt) (o *opened, err error) {
+func (w *wrapped) open(a *fetchRequest, most, bytes int, opts ...jetstream.FetchOpt) (o *openPull, err error) {
 	defer func() {
 		if o == nil { // also if an option panics
 			<-w.pulls.turn
@@ -233,7 +233,7 @@ func (w *wrapped) open(a *asking, most, bytes int, opts ...jetstream.FetchOpt) (
 	if err != nil {
 		return nil, err
 	}
-	o = &opened{ended: make(chan struct{})}
+	o = &openPull{ended: make(chan struct{})}
 	w.pulls.count(o, want)
 	go func() { // ends with the pull
 		defer close(o.ended)
@@ -247,7 +247,7 @@ func (w *wrapped) open(a *asking, most, bytes int, opts ...jetstream.FetchOpt) (
 // ([guard.ErrClosed]). While a message waits for room, the source still hands out the
 // messages that it has, since only their acks make room. The source may run out of bytes
 // before it runs out of messages.
-func (w *wrapped) take(pull jetstream.MessageBatch, o *opened) error {
+func (w *wrapped) take(pull jetstream.MessageBatch, o *openPull) error {
 	rest := o.rest
 	defer w.pulls.count(o, 0)
 	for in := pull.Messages(); ; {
@@ -271,11 +271,11 @@ func (w *wrapped) take(pull jetstream.MessageBatch, o *opened) error {
 // fetching is a running fetch. Only its goroutine uses it.
 type fetching struct {
 	w     *wrapped
-	a     *asking
+	a     *fetchRequest
 	batch *batch
 	until time.Time // end of the fetch's wait
 
-	own     *opened         // the fetch's latest pull, or nil
+	own     *openPull       // the fetch's latest pull, or nil
 	pulling <-chan struct{} // closed when own ends; nil if own is not open
 	turn    chan struct{}   // where the fetch waits for a place to pull; nil if it does not wait
 	ended   bool            // the fetch hands out no more
@@ -302,7 +302,7 @@ type fetching struct {
 // A call that has no turn hands out the messages of the open pull, and pulls when its turn
 // comes. A call without messages pulls again after its pull, for as long as it waits: another
 // call got the messages, or the source had no room.
-func (w *wrapped) fetch(a asking) (jetstream.MessageBatch, error) {
+func (w *wrapped) fetch(a fetchRequest) (jetstream.MessageBatch, error) {
 	if w.src.State().Ended {
 		return nil, guard.ErrClosed
 	}
@@ -458,7 +458,7 @@ func (f *fetching) look() {
 
 // came is an approximate count of deliveries, new and repeated. It grows with each.
 func (w *wrapped) came() uint64 {
-	return w.src.Account().Received + uint64(w.port.copies.newer.Load())
+	return w.src.Account().Received + uint64(w.port.copies.latestCount.Load())
 }
 
 // sayShort logs once that a batch ended because as many messages are out as the policy allows.

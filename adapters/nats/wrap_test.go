@@ -661,7 +661,7 @@ func TestWhatLapsedTwiceGoesToOthers(t *testing.T) {
 	}
 	read("all are held", func() bool { return w.src.Account().Unsettled() == n })
 	adaptertest.Eventually(t, "nothing is kept alive", w.port.lapse.Load)
-	read("they came again", func() bool { return w.port.copies.newer.Load() == n })
+	read("they came again", func() bool { return w.port.copies.latestCount.Load() == n })
 	adaptertest.Eventually(t, "nothing is kept alive again", w.port.lapse.Load)
 	for others := 0; others < n; {
 		batch, err := r.consumer.Fetch(n-others, jetstream.FetchMaxWait(time.Minute))
@@ -800,7 +800,7 @@ func TestLapsedWitnessComesAgain(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	adaptertest.Eventually(t, "both came again", func() bool { return w.port.copies.newer.Load() > 0 && w.src.Account().Unsettled() == 2 })
+	adaptertest.Eventually(t, "both came again", func() bool { return w.port.copies.latestCount.Load() > 0 && w.src.Account().Unsettled() == 2 })
 	if err := w.src.ForceClosed(); err != nil {
 		t.Fatal(err)
 	}

@@ -216,7 +216,7 @@ func TestCloseWithABadWriter(t *testing.T) {
 			if panics {
 				want = 1
 			}
-			if took := time.Since(start); took > 2*time.Second+lastLetters+deafAfter || len(rep.Left) != want || rep.Written != 5-want || err == nil {
+			if took := time.Since(start); took > 2*time.Second+lastLetters+writerGrace || len(rep.Left) != want || rep.Written != 5-want || err == nil {
 				t.Errorf("%s, %v, %d written, %d left", took, err, rep.Written, len(rep.Left))
 			}
 			if again, _ := in.Close(t.Context()); len(again.Left) != want {

@@ -43,7 +43,7 @@ type held struct {
 	body []byte
 	next http.Handler
 
-	kept     chan error // gets once whether the request is on the disk; nil without a spill
+	stored   chan error // gets once whether the request is on the disk; nil without a spill
 	fromDisk bool       // was read from the disk: no client waits for it, and it is in no list
 
 	// Guarded by Intake.mu.
@@ -148,7 +148,7 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 		h.next = in.o.replay
 	}
 	if in.disk {
-		h.kept = make(chan error, 1)
+		h.stored = make(chan error, 1)
 	}
 	reserved = false
 	where := HoldMemory

@@ -135,10 +135,10 @@ func (in *Intake) surrender(ctx context.Context, hs []*held) (written int, left 
 			left = append(left, Left{r, errors.New("nethttp: still being written as a dead letter")})
 			continue
 		}
-		err := errDeaf
+		err := errWriterHangs
 		if !deaf {
 			err = in.write(ctx, h, r)
-			deaf = errors.Is(err, errDeaf)
+			deaf = errors.Is(err, errWriterHangs)
 			if deaf { // the writer may still write the letter
 				left = append(left, Left{r, err})
 				continue
@@ -157,11 +157,11 @@ func (in *Intake) surrender(ctx context.Context, hs []*held) (written int, left 
 	return written, left
 }
 
-// errDeaf means that a writer ignores its context and is left behind.
-var errDeaf = errors.New("nethttp: the dead-letter writer does not heed its context")
+// errWriterHangs means that a writer ignores its context and is left behind.
+var errWriterHangs = errors.New("nethttp: the dead-letter writer does not heed its context")
 
-// deafAfter is how long a writer may take once its context is over.
-const deafAfter = 250 * time.Millisecond
+// writerGrace is how long a writer may take once its context is over.
+const writerGrace = 250 * time.Millisecond
 
 // write calls the dead-letter writer on a goroutine of its own, which ends with the call: a writer
 // may panic, or ignore its context. If it returns after write has left it behind, its result still
@@ -196,14 +196,14 @@ func (in *Intake) write(ctx context.Context, h *held, r *dlq.Record) error {
 		return err
 	case <-ctx.Done():
 	}
-	late := time.NewTimer(deafAfter)
+	late := time.NewTimer(writerGrace)
 	defer late.Stop()
 	select {
 	case err := <-done:
 		return err
 	case <-late.C:
 		if over.CompareAndSwap(false, true) {
-			return errDeaf
+			return errWriterHangs
 		}
 		return <-done
 	}

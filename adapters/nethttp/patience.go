@@ -23,9 +23,9 @@ const (
 	// rarely shorter. A person often leaves earlier.
 	blindPatience = 500 * time.Millisecond
 
-	// gaveUp is how many clients in a row, without a success between them, may wait for the normal
+	// abandonAfter is how many clients in a row, without a success between them, may wait for the normal
 	// time in vain. The next such client counts.
-	gaveUp = 5
+	abandonAfter = 5
 )
 
 // normal records how long the latest successes took. All methods are safe for concurrent use; none
@@ -53,7 +53,7 @@ func (t *normal) abandoned(d time.Duration) bool {
 		inVain = blindPatience
 	}
 	switch {
-	case d >= inVain && t.left.Add(1) > gaveUp, d >= longestPatience:
+	case d >= inVain && t.left.Add(1) > abandonAfter, d >= longestPatience:
 		return true
 	default:
 		return known && d >= max(2*usual, leastPatience)

@@ -83,7 +83,7 @@ func TestNormal(t *testing.T) {
 		})
 	}
 	n := new(normal)
-	for range gaveUp {
+	for range abandonAfter {
 		if n.abandoned(time.Second) {
 			t.Error("counts at once")
 		}
@@ -288,7 +288,7 @@ func TestClientLeavesTooLate(t *testing.T) {
 		t.Error("excused")
 	}
 	c = &call{in: &Intake{}, took: time.Second, gone: true}
-	for range gaveUp + 5 {
+	for range abandonAfter + 5 {
 		if !c.Excuses() {
 			t.Error("one request counts for more than one")
 		}

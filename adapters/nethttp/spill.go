@@ -18,9 +18,9 @@ import (
 
 var _ guard.Keeper[*held] = port{}
 
-// kept is what the spill keeps of a request beside its body. Values that a client chooses are
+// stored is what the spill keeps of a request beside its body. Values that a client chooses are
 // bytes: as text, JSON would change invalid UTF-8.
-type kept struct {
+type spillHead struct {
 	ID     string              `json:"id"`
 	Since  time.Time           `json:"since"`
 	Key    []byte              `json:"key"`
@@ -55,7 +55,7 @@ func (port) Spill(h *held) (head, body []byte, err error) {
 	}
 	u := r.URL
 	at := keptURL{u.Scheme, []byte(u.Opaque), []byte(u.Host), []byte(u.Path), []byte(u.RawPath), []byte(u.RawQuery), u.ForceQuery}
-	head, err = json.Marshal(kept{h.id, h.since, []byte(h.key), r.Method, at, []byte(r.RequestURI), []byte(r.Host), r.RemoteAddr, r.TLS != nil, header})
+	head, err = json.Marshal(spillHead{h.id, h.since, []byte(h.key), r.Method, at, []byte(r.RequestURI), []byte(r.Host), r.RemoteAddr, r.TLS != nil, header})
 	return head, h.body, err
 }
 
@@ -63,7 +63,7 @@ func (port) Spill(h *held) (head, body []byte, err error) {
 // outlives a process.
 func (p port) Unspill(head, body []byte) (*held, error) {
 	in := p.in
-	var k kept
+	var k spillHead
 	if err := json.Unmarshal(head, &k); err != nil {
 		return nil, fmt.Errorf("nethttp: a request in the spill: %w", err)
 	}
@@ -113,7 +113,7 @@ func (p port) Kept(h *held, err error) {
 // told ends the wait of a request's client, once.
 func (h *held) told(err error) {
 	select {
-	case h.kept <- err:
+	case h.stored <- err:
 	default: // the client has given up, or was told before
 	}
 }
@@ -158,7 +158,7 @@ func (in *Intake) awaitDisk(h *held) error {
 	late := time.NewTimer(in.cfg.BodyTimeout)
 	defer late.Stop()
 	select {
-	case err := <-h.kept:
+	case err := <-h.stored:
 		return err
 	case <-late.C:
 		return errStalls

@@ -295,7 +295,7 @@ func TestDiskEndsBefore(t *testing.T) {
 			written := &letters{}
 			in, g, _ = spillIntake(t, dir, guard.Config{}, s, WithDeadLetters(written)) // not started: nobody writes
 			r := httptest.NewRequest(http.MethodPost, "/x", http.NoBody)
-			late := &held{req: in.copy(r, nil), kept: make(chan error, 1)}
+			late := &held{req: in.copy(r, nil), stored: make(chan error, 1)}
 			in.reserve(0)
 			if err := in.enqueue(late, 0); err != nil {
 				t.Fatal(err)

@@ -220,7 +220,7 @@ func (s *store) commit(n *stationed, o *op) bool {
 		}
 	}
 	s.rev++
-	under := [...]*lease{memberLease: n.incarnation, keepLease: n.keep, slotLease: n.slot}
+	under := [...]*lease{memberLease: n.incarnation, keepLease: n.keep, probeLease: n.slot}
 	for _, p := range o.puts {
 		if p.value == nil {
 			s.del(p.key)

@@ -22,8 +22,8 @@ const (
 	writers = 4
 	// page is the most keys that are listed at a time.
 	page = 1000
-	// farewell is the longest time that Close waits for etcd.
-	farewell = 2 * time.Second
+	// closeTimeout is the longest time that Close waits for etcd.
+	closeTimeout = 2 * time.Second
 )
 
 // leases are the three leases of a process.
@@ -87,7 +87,7 @@ func (a *Authority) brief(ctx context.Context) (context.Context, context.CancelF
 // leave gives up the leases of this process's place, votes and probe. Before that it writes the
 // votes for next owners; their lease stays, and ends by itself.
 func (a *Authority) leave(l *leases) {
-	ctx, cancel := context.WithTimeout(context.Background(), farewell)
+	ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
 	defer cancel()
 	if l.member == 0 {
 		return
@@ -436,7 +436,7 @@ func (a *Authority) txn(l *leases, o *op) (conds []clientv3.Cmp, puts []clientv3
 			conds = append(conds, clientv3.Compare(clientv3.CreateRevision(f.key), ">", 0))
 		}
 	}
-	ids := [...]clientv3.LeaseID{memberLease: l.member, keepLease: l.keep.lease(), slotLease: l.probe.lease()}
+	ids := [...]clientv3.LeaseID{memberLease: l.member, keepLease: l.keep.lease(), probeLease: l.probe.lease()}
 	for _, p := range o.puts {
 		if p.value == nil {
 			puts = append(puts, clientv3.OpDelete(p.key))

@@ -399,7 +399,7 @@ func TestALeaseThatIsNotGranted(t *testing.T) {
 	began := time.Now()
 	for range 2 { // the second waits for the first
 		taking.Go(func() {
-			o := &op{kind: opTake, scope: "q", puts: []put{{s.keys.probe("q"), probe{holder: s.self}.encode(), slotLease}}}
+			o := &op{kind: opTake, scope: "q", puts: []put{{s.keys.probe("q"), probe{holder: s.self}.encode(), probeLease}}}
 			if err := s.write(t.Context(), s.l, o); err != nil {
 				t.Error(err)
 			}

@@ -288,7 +288,7 @@ const (
 	forGood     leaseKind = iota
 	memberLease           // our place in the fleet, and our votes
 	keepLease             // the vote for the next owner
-	slotLease             // the probe
+	probeLease            // the probe
 )
 
 // next returns the operation to write now, which is under way until done. If there is none it
@@ -374,7 +374,7 @@ func (b *book) planVote() *op {
 		return &op{kind: opDecide, finds: append(counted, roster, state), puts: []put{{key: state.key, value: encodeState(next)}}}
 	}
 	if b.Mine && b.Held() && b.result == pending && b.probe == nil {
-		return &op{kind: opTake, finds: []find{roster, state, slot}, puts: []put{{slot.key, probe{b.c.self, b.Known.Position}.encode(), slotLease}}}
+		return &op{kind: opTake, finds: []find{roster, state, slot}, puts: []put{{slot.key, probe{b.c.self, b.Known.Position}.encode(), probeLease}}}
 	}
 	return nil
 }

@@ -44,9 +44,9 @@ type Breaker struct {
 	top  int
 	rand func() float64
 
-	// word is generation<<1 | closed; Enter reads nothing else. epoch has all facts of
+	// gate is generation<<1 | closed; Enter reads nothing else. epoch has all facts of
 	// the same generation. Both change under mu, epoch first.
-	word  atomic.Uint64
+	gate  atomic.Uint64
 	epoch atomic.Pointer[epoch]
 
 	// notify, if set, runs after a change of state, without mu.
@@ -58,29 +58,29 @@ type Breaker struct {
 	changes []Change
 	seq     uint64
 
-	win    window
-	feeds  []*feed
-	okSeen uint64 // part of epoch.ok already in win
-	fresh  bool   // a success was seen since the last failure
-	run    run
+	win            window
+	feeds          []*feed
+	okSeen         uint64 // part of epoch.ok already in win
+	succeededSince bool   // a success was seen since the last failure
+	run            run
 
-	level    int
-	remember time.Duration // a trip until this instant continues from level; -1 for none
-	down     time.Duration // start of the outage: the trip, or the latest probe that passed at half of maxPace or more
-	flaps    int           // trips in a row, each within Memory of a close
+	level     int
+	remember  time.Duration // a trip until this instant continues from level; -1 for none
+	downSince time.Duration // start of the outage: the trip, or the latest probe that passed at half of maxPace or more
+	flaps     int           // trips in a row, each within Memory of a close
 
-	gb      *gobreaker.TwoStepCircuitBreaker[struct{}]
-	verdict bool            // answer of ReadyToTrip
-	judged  gobreaker.State // gobreaker's latest state
-	byHand  bool            // this phase is judged without gobreaker; see admitSlow
-	out     []*probe
-	passed  int // probes that succeeded in this phase since the latest failure
-	stretch stretch
-	pace    int    // pace of this phase: see probePassed
-	head    uint64 // identity of the delivery whose probe failed last
-	life    uint64 // successes read from attached counters
+	gb             *gobreaker.TwoStepCircuitBreaker[struct{}]
+	verdict        bool            // answer of ReadyToTrip
+	gobreakerState gobreaker.State // gobreaker's latest state
+	byHand         bool            // this phase is judged without gobreaker; see admitSlow
+	out            []*probe
+	passed         int // probes that succeeded in this phase since the latest failure
+	stretch        stretch
+	pace           int    // pace of this phase: see probePassed
+	head           uint64 // identity of the delivery whose probe failed last
+	life           uint64 // successes read from attached counters
 
-	promised time.Duration // latest end of all forces; no hold begins before it
+	forcedUntil time.Duration // latest end of all forces; no hold begins before it
 }
 
 // epoch is one generation. After publication only its atomics change.
@@ -167,13 +167,13 @@ func New(name string, cfg breaker.Config, opts ...Option) (*Breaker, error) {
 
 func newBreaker(name string, cfg *breaker.Config, o options, notify func(time.Duration)) *Breaker {
 	b := &Breaker{
-		name:     name,
-		cfg:      cfg,
-		promised: math.MinInt64,
-		top:      topLevel(cfg.Base, cfg.Cap),
-		rand:     o.rand,
-		notify:   notify,
-		remember: -1,
+		name:        name,
+		cfg:         cfg,
+		forcedUntil: math.MinInt64,
+		top:         topLevel(cfg.Base, cfg.Cap),
+		rand:        o.rand,
+		notify:      notify,
+		remember:    -1,
 	}
 	b.win.width = cfg.Bucket()
 	b.win.reset(0)
@@ -189,12 +189,12 @@ func (b *Breaker) Name() string { return b.name }
 func (b *Breaker) Config() breaker.Config { return *b.cfg }
 
 // Closed reports whether the breaker is closed: one atomic load.
-func (b *Breaker) Closed() bool { return b.word.Load()&1 != 0 }
+func (b *Breaker) Closed() bool { return b.gate.Load()&1 != 0 }
 
 // Enter is the closed path: one atomic load, no clock, no lock, no
 // allocation. False means that the breaker is not closed: call Admit.
 func (b *Breaker) Enter() (Token, bool) {
-	w := b.word.Load()
+	w := b.gate.Load()
 	if w&1 == 0 {
 		return Token{}, false
 	}
@@ -319,8 +319,8 @@ func (b *Breaker) fail(now time.Duration, t Token, first bool, delivery uint64, 
 		return
 	}
 	b.collectLocked(now)
-	if b.fresh {
-		b.run, b.fresh = run{}, false
+	if b.succeededSince {
+		b.run, b.succeededSince = run{}, false
 	}
 	b.run.add(first, delivery)
 	b.run.two = b.run.two || how == down
@@ -393,7 +393,7 @@ func (b *Breaker) Attach(read func() uint64) (detach func()) {
 		if i := slices.Index(b.feeds, f); i >= 0 {
 			if n := b.takeLocked(f); n > 0 && b.Closed() {
 				b.win.succeeded(n, false)
-				b.fresh = true
+				b.succeededSince = true
 			}
 			b.feeds = slices.Delete(b.feeds, i, i+1)
 		}
@@ -436,7 +436,7 @@ func (b *Breaker) Passing() bool { return b.epoch.Load().passing.Load() }
 func (b *Breaker) Hasten(now time.Duration) {
 	b.mu.Lock()
 	defer b.unlock(now)
-	if e := b.epoch.Load(); e.state == breaker.Open && !e.forced && !e.held && now >= b.promised {
+	if e := b.epoch.Load(); e.state == breaker.Open && !e.forced && !e.held && now >= b.forcedUntil {
 		b.halfOpenLocked(now, false)
 	}
 }
@@ -454,7 +454,7 @@ func (b *Breaker) Force(now, d time.Duration, cause breaker.Cause) {
 	} else {
 		d = never
 	}
-	b.promised = max(b.promised, until)
+	b.forcedUntil = max(b.forcedUntil, until)
 	if e := b.epoch.Load(); e.state == breaker.Open && !e.held && (e.deadline() > until || e.forced && e.deadline() == until) {
 		return
 	}
@@ -468,7 +468,7 @@ func (b *Breaker) ForceClosed(now time.Duration, cause breaker.Cause) {
 	b.mu.Lock()
 	defer b.unlock(now)
 	b.level, b.flaps = 0, 0
-	b.promised = math.MinInt64
+	b.forcedUntil = math.MinInt64
 	b.gb = b.newGobreaker()
 	b.closeLocked(now, cause)
 	b.remember = -1
@@ -483,7 +483,7 @@ func (b *Breaker) Release(now time.Duration) {
 	b.mu.Lock()
 	defer b.unlock(now)
 	if e := b.epoch.Load(); e.state == breaker.Open && e.forced {
-		b.promised = math.MinInt64
+		b.forcedUntil = math.MinInt64
 		b.halfOpenLocked(now, false)
 	}
 }
@@ -554,7 +554,7 @@ func (b *Breaker) Snapshot(now time.Duration) Snapshot {
 		State:        e.state,
 		Cause:        e.cause,
 		Forced:       e.forced,
-		Barred:       now < b.promised,
+		Barred:       now < b.forcedUntil,
 		Held:         e.held,
 		Since:        e.since,
 		BackoffLevel: b.levelLocked(now),
@@ -579,7 +579,7 @@ func (b *Breaker) Snapshot(now time.Duration) Snapshot {
 		s.Ratio = float64(w.bad) / float64(total)
 		s.Bound = wilsonLow(w.bad, total, b.cfg.Z)
 	}
-	if n == 0 && !b.fresh {
+	if n == 0 && !b.succeededSince {
 		s.Run = b.run.n
 	}
 	return s
@@ -606,7 +606,7 @@ func (b *Breaker) collectLocked(now time.Duration) {
 	}
 	if n > 0 {
 		b.win.succeeded(n, crossed)
-		b.fresh = true
+		b.succeededSince = true
 	}
 }
 
@@ -629,7 +629,7 @@ func (b *Breaker) tripLocked(now time.Duration, cause breaker.Cause) {
 		b.flaps = min(b.flaps+1, maxFlaps)
 	}
 	b.level = max(b.levelLocked(now), 1)
-	b.down = now
+	b.downSince = now
 	b.tripGobreaker(b.gb)
 	b.openLocked(now, cause, b.periodLocked(now), false)
 }
@@ -637,7 +637,7 @@ func (b *Breaker) tripLocked(now time.Duration, cause breaker.Cause) {
 // climbLocked raises the level by one if the next period may be at least as long as that
 // of the current level.
 func (b *Breaker) climbLocked(now time.Duration) {
-	if d := b.cfg.Period(b.level); b.cfg.PeriodAfter(b.level+1, now-b.down) >= d {
+	if d := b.cfg.Period(b.level); b.cfg.PeriodAfter(b.level+1, now-b.downSince) >= d {
 		b.level = min(b.level+1, b.top)
 	}
 }
@@ -652,7 +652,7 @@ func (b *Breaker) levelLocked(now time.Duration) int {
 
 // periodLocked is the open period that begins now.
 func (b *Breaker) periodLocked(now time.Duration) time.Duration {
-	d := b.cfg.PeriodAfter(b.level, now-b.down)
+	d := b.cfg.PeriodAfter(b.level, now-b.downSince)
 	if b.cfg.Jitter > 0 {
 		d = jittered(d, b.cfg.Jitter, b.rand())
 	}
@@ -669,7 +669,7 @@ func (b *Breaker) openLocked(now time.Duration, cause breaker.Cause, d time.Dura
 // halfOpenLocked begins a phase of probes. By permit it is one probe.
 func (b *Breaker) halfOpenLocked(now time.Duration, permit bool) *epoch {
 	// gobreaker judges whole phases; a permit is no whole phase.
-	b.byHand, b.judged = permit || b.flaps > 0, gobreaker.StateHalfOpen
+	b.byHand, b.gobreakerState = permit || b.flaps > 0, gobreaker.StateHalfOpen
 	prev := b.epoch.Load()
 	e := &epoch{state: breaker.HalfOpen, cause: prev.cause, held: permit, freed: prev.held && !permit}
 	e.until.Store(math.MinInt64)
@@ -684,7 +684,7 @@ func (b *Breaker) closeLocked(now time.Duration, cause breaker.Cause) {
 		b.takeLocked(f)
 	}
 	b.win.reset(now)
-	b.okSeen, b.fresh, b.run = 0, false, run{}
+	b.okSeen, b.succeededSince, b.run = 0, false, run{}
 	b.moveLocked(now, &epoch{state: breaker.Closed}, cause, 0)
 }
 
@@ -697,7 +697,7 @@ func (b *Breaker) moveLocked(now time.Duration, e *epoch, cause breaker.Cause, o
 	clear(b.out)
 	b.out, b.passed, b.pace, b.head, b.stretch = b.out[:0], 0, 0, 0, stretch{}
 	if prev.state == breaker.Closed && e.state == breaker.Open {
-		b.down = now
+		b.downSince = now
 	}
 	b.publishLocked(e)
 	if prev.state == breaker.Closed && e.state == breaker.Closed {
@@ -721,7 +721,7 @@ func (b *Breaker) publishLocked(e *epoch) {
 		word |= 1
 	}
 	b.epoch.Store(e)
-	b.word.Store(word)
+	b.gate.Store(word)
 }
 
 // roomLocked sets the instant before which a half-open breaker admits no call.
@@ -794,13 +794,13 @@ func (b *Breaker) settleLocked(now time.Duration, p *probe, o outcome) {
 		b.stretchLocked(now, false)
 		b.pace = min(b.pace+probePassed, maxPace)
 		if b.pace >= maxPace/2 {
-			b.down = now
+			b.downSince = now
 		}
 		b.tellLocked(p, nil)
 		if b.byHand && b.passed >= b.cfg.Successes<<b.flaps {
-			b.gb, b.judged = b.newGobreaker(), gobreaker.StateClosed
+			b.gb, b.gobreakerState = b.newGobreaker(), gobreaker.StateClosed
 		}
-		if b.judged == gobreaker.StateClosed {
+		if b.gobreakerState == gobreaker.StateClosed {
 			b.closeLocked(now, breaker.CauseProbe)
 			return
 		}

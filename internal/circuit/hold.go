@@ -38,7 +38,7 @@ const (
 func (b *Breaker) Hold(now time.Duration, level int, cause breaker.Cause) {
 	b.mu.Lock()
 	defer b.unlock(now)
-	if now < b.promised {
+	if now < b.forcedUntil {
 		return
 	}
 	e := b.epoch.Load()

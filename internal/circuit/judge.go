@@ -28,7 +28,7 @@ func (b *Breaker) newGobreaker() *gobreaker.TwoStepCircuitBreaker[struct{}] {
 
 func (b *Breaker) readyToTrip(gobreaker.Counts) bool { return b.verdict }
 
-func (b *Breaker) onStateChange(_ string, _, to gobreaker.State) { b.judged = to }
+func (b *Breaker) onStateChange(_ string, _, to gobreaker.State) { b.gobreakerState = to }
 
 func isExcluded(err error) bool { return errors.Is(err, errExcluded) }
 

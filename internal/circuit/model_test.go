@@ -205,7 +205,7 @@ func (m *model) bulk(now time.Duration, n int) {
 func (m *model) counts(now time.Duration) (ok, bad int) {
 	width := m.cfg.Bucket()
 	for _, e := range m.events {
-		if (now-m.began)/width-(e.at-m.began)/width >= sixty {
+		if (now-m.began)/width-(e.at-m.began)/width >= buckets {
 			continue
 		}
 		if !e.bad {

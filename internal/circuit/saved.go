@@ -40,14 +40,14 @@ func (b *Breaker) Save(now time.Duration) (Saved, bool) {
 	case e.state == breaker.Closed:
 		s.Cause, s.Until = "", max(b.remember, 0)
 		return s, s.Level > 0
-	case now < b.promised:
-		s.State, s.Forced, s.Until = breaker.Open, true, max(b.promised, e.deadline())
+	case now < b.forcedUntil:
+		s.State, s.Forced, s.Until = breaker.Open, true, max(b.forcedUntil, e.deadline())
 	case e.held:
 		s.State = breaker.HalfOpen
 	case e.state == breaker.Open:
 		s.Forced, s.Until = e.forced, e.deadline()
 	}
-	s.Down = b.down
+	s.Down = b.downSince
 	return s, true
 }
 
@@ -74,7 +74,7 @@ func (b *Breaker) Restore(now time.Duration, s Saved, stale bool) bool {
 	}
 	switch {
 	case s.Forced && left > 0:
-		b.promised = s.Until
+		b.forcedUntil = s.Until
 	case s.State == breaker.Open && !stale:
 		s.Forced, left = false, min(max(left, 0), b.cfg.Cap)
 	default:
@@ -84,12 +84,12 @@ func (b *Breaker) Restore(now time.Duration, s Saved, stale bool) bool {
 		b.openLocked(now, s.Cause, left, s.Forced)
 	} else {
 		// As after Unhold: the breaker has no vote until a probe fails.
-		b.byHand, b.judged = b.flaps > 0, gobreaker.StateHalfOpen
+		b.byHand, b.gobreakerState = b.flaps > 0, gobreaker.StateHalfOpen
 		e := &epoch{state: breaker.HalfOpen, cause: s.Cause, freed: true}
 		e.until.Store(math.MinInt64)
 		b.moveLocked(now, e, s.Cause, 0)
 	}
-	b.down = min(s.Down, now)
+	b.downSince = min(s.Down, now)
 	return true
 }
 

@@ -8,9 +8,9 @@ import (
 	"time"
 )
 
-// sixty is the number of buckets, of [breaker.Config.Bucket] each. The window covers
+// buckets is the number of buckets, of [breaker.Config.Bucket] each. The window covers
 // between 59 and 60 sixtieths of Config.Window.
-const sixty = 60
+const buckets = 60
 
 type bucket struct{ ok, bad uint32 }
 
@@ -21,7 +21,7 @@ type window struct {
 	edge    time.Duration // end of the current bucket, exclusive
 	cur     int
 	ok, bad uint64 // sums over b
-	b       [sixty]bucket
+	b       [buckets]bucket
 }
 
 func (w *window) reset(now time.Duration) {
@@ -37,13 +37,13 @@ func (w *window) roll(now time.Duration) bool {
 	}
 	steps := int64((now-w.edge)/w.width) + 1
 	w.edge = later(w.edge, time.Duration(steps)*w.width)
-	if steps >= sixty {
+	if steps >= buckets {
 		w.cur, w.ok, w.bad = 0, 0, 0
 		clear(w.b[:])
 		return true
 	}
 	for range steps {
-		w.cur = (w.cur + 1) % sixty
+		w.cur = (w.cur + 1) % buckets
 		old := &w.b[w.cur]
 		w.ok -= uint64(old.ok)
 		w.bad -= uint64(old.bad)
@@ -57,7 +57,7 @@ func (w *window) roll(now time.Duration) bool {
 func (w *window) succeeded(n uint64, crossed bool) {
 	i := w.cur
 	if crossed {
-		i = (i + sixty - 1) % sixty
+		i = (i + buckets - 1) % buckets
 	}
 	add := min(n, uint64(math.MaxUint32-w.b[i].ok))
 	w.b[i].ok += uint32(add)

@@ -25,7 +25,7 @@ type allowance struct {
 	rate    uint64        // nano-tokens per second
 	at      time.Duration // when left was computed
 	over    int64         // micro-tokens refused since the bucket was last full
-	rosters uint64        // Node.rosters when cap and rate were computed
+	rosters uint64        // Node.membershipVersion when cap and rate were computed
 	resets  uint64        // Configuration.Resets for which left was filled
 }
 
@@ -36,7 +36,7 @@ func (r *row) allowanceOf(n *Node, name string) *allowance {
 	if a == nil {
 		a = &allowance{at: n.now, resets: n.newest().Resets}
 		a.cap, a.rate = n.shareOf(r, name)
-		a.left, a.rosters = a.cap, n.rosters
+		a.left, a.rosters = a.cap, n.membershipVersion
 		if a.cap == 0 {
 			return a // an empty bucket need not be remembered
 		}
@@ -47,8 +47,8 @@ func (r *row) allowanceOf(n *Node, name string) *allowance {
 		return a
 	}
 	a.fill(n.now)
-	if a.rosters != n.rosters {
-		a.rosters = n.rosters
+	if a.rosters != n.membershipVersion {
+		a.rosters = n.membershipVersion
 		a.cap, a.rate = n.shareOf(r, name)
 		if resets := n.newest().Resets; resets > a.resets {
 			a.left, a.resets = a.cap, resets // the reset filled all buckets

@@ -186,7 +186,7 @@ func Losers(from, to Configuration) []string {
 // shrank keeps within it. So at every instant each node uses at most its share in the newest
 // configuration that is complete anywhere. All nodes together use at most the whole limit.
 
-// newest is the latest configuration that was adopted.
+// newestWeight is the latest configuration that was adopted.
 func (n *Node) newest() *term { return n.terms[len(n.terms)-1] }
 
 // Configuration returns the newest configuration that the node has adopted.
@@ -229,7 +229,7 @@ func (n *Node) Adopt(now time.Duration, c Configuration) error {
 		return err
 	}
 	n.Applied() // notes the configuration that was in force until now
-	if (len(c.Roster.Members) == 0) != n.alone {
+	if (len(c.Roster.Members) == 0) != n.single {
 		return fmt.Errorf("%w: configuration %d: %d members: who is alone stays so, and no other becomes it", ErrConfig, c.Number, len(c.Roster.Members))
 	}
 	t := newTerm(c)
@@ -237,10 +237,10 @@ func (n *Node) Adopt(now time.Duration, c Configuration) error {
 	// is not enough: this node may have completed them itself, by applying this one.
 	t.hole = c.Number > last.Number+1
 	n.terms = append(n.terms, t)
-	if !n.alone && n.now < n.born+writeOff {
+	if !n.single && n.now < n.born+writeOff {
 		// Loans of an earlier incarnation may be held by members of a roster that this node
 		// did not ask.
-		n.wait, n.unsure = n.born+writeOff, -1
+		n.wait, n.unvoided = n.born+writeOff, -1
 		n.remint()
 	}
 	n.settleTerms()
@@ -267,7 +267,7 @@ func (n *Node) Complete(now time.Duration, number uint64) {
 // none yet. Two conditions make a node keep within it. For every key its own tokens and loans
 // are within the smallest share in force. And no loan of an earlier incarnation can be left.
 func (n *Node) Applied() uint64 {
-	if n.overs == 0 && (n.alone || n.now >= n.wait) {
+	if n.overCapRows == 0 && (n.single || n.now >= n.wait) {
 		n.applied = n.newest().Number
 	}
 	return n.applied
@@ -342,7 +342,7 @@ func (n *Node) recall(r *row) {
 // reshareAll applies a change of terms to all peers and rows. The order is fixed, so that a
 // run can be repeated.
 func (n *Node) reshareAll() {
-	n.rosters++
+	n.membershipVersion++
 	n.termsTill = n.now + writeOff
 	for _, p := range n.slots {
 		if p == nil || p.gone {
@@ -351,7 +351,7 @@ func (n *Node) reshareAll() {
 		p.share = n.newest().weights[p.id.Name]
 		switch {
 		case n.admits(p.id.Name):
-			p.leaving, p.parted = never, false
+			p.leaving, p.detached = never, false
 		case p.leaving == never:
 			p.leaving = n.now
 			n.watch()
@@ -413,7 +413,7 @@ func (r *row) share(n *Node, terms []*term) {
 		burst, rate = min(burst, int64(l.Burst)*micro), min(rate, l.Rate)
 	}
 	r.burst, r.cap = burst, most
-	if n.alone {
+	if n.single {
 		r.rate = uint64(nanos)
 	} else {
 		// Every clock may be off by drift. Even the fastest clock must not mint more than the
@@ -445,14 +445,14 @@ func (n *Node) trim(r *row) {
 // are not renewed.
 func (n *Node) pin(r *row) {
 	over := r.lent > r.cap
-	if over == r.over {
+	if over == r.overCap {
 		return
 	}
-	r.over = over
+	r.overCap = over
 	if over {
-		n.overs++
+		n.overCapRows++
 	} else {
-		n.overs--
+		n.overCapRows--
 	}
 	for _, e := range r.entries {
 		if e != nil {
@@ -491,7 +491,7 @@ func (n *Node) Mint(until time.Duration) {
 	n.fence = until
 	switch {
 	case until <= n.now:
-		n.enclose()
+		n.passFence()
 	case n.fenced:
 		n.fenced, n.lifted, n.steady = false, n.now, n.now
 		n.remint()

@@ -264,7 +264,7 @@ func TestCutEndsLeases(t *testing.T) {
 		t.Errorf("the other has %d, lost %d of %d, applied %d", r.level, r.sum.Trimmed, trimmed, s.Applied())
 	}
 	f.pass(f.now + writeOff + sweepEvery)
-	if r := f.key(f.nodes[0]); f.nodes[0].Applied() != 2 || r.level+r.lent > 20*micro || f.nodes[0].overs != 0 {
+	if r := f.key(f.nodes[0]); f.nodes[0].Applied() != 2 || r.level+r.lent > 20*micro || f.nodes[0].overCapRows != 0 {
 		t.Errorf("a write-off later configuration %d is applied, %d lent of %d", f.nodes[0].Applied(), r.lent, r.cap)
 	}
 	for _, p := range f.nodes[0].slots {
@@ -412,7 +412,7 @@ func TestDepartedAreForgotten(t *testing.T) {
 	for _, s := range f.nodes[:2] {
 		p := s.Node.peers["n02"]
 		b, _ := s.Delta(s.Node.now, nil, p.id, p.acked, 1200)
-		if !p.parted || p.lent.some() || p.held.some() || len(b) != 0 || s.Mark(p.id) != p.acked {
+		if !p.detached || p.lent.some() || p.held.some() || len(b) != 0 || s.Mark(p.id) != p.acked {
 			t.Errorf("%s still deals with it: %+v", s.self.Name, p)
 		}
 	}

@@ -87,12 +87,12 @@ func TestAnIncarnationThatIsOverKeepsItsLoans(t *testing.T) {
 	f.crash(1)
 	f.start(1)
 	f.pass(2500 * ms)
-	if len(s.dying) != 1 || lent == 0 || s.dying[0].lent.value() < lent {
-		t.Fatalf("%d incarnations that are over have something of %d", len(s.dying), lent)
+	if len(s.ending) != 1 || lent == 0 || s.ending[0].lent.value() < lent {
+		t.Fatalf("%d incarnations that are over have something of %d", len(s.ending), lent)
 	}
 	f.pass(3200 * ms)
-	if len(s.dying) != 0 || f.key(s).lent != 0 {
-		t.Errorf("after the lease %d incarnations have something, %d lent", len(s.dying), f.key(s).lent)
+	if len(s.ending) != 0 || f.key(s).lent != 0 {
+		t.Errorf("after the lease %d incarnations have something, %d lent", len(s.ending), f.key(s).lent)
 	}
 }
 

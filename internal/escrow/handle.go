@@ -248,7 +248,7 @@ func (l *Handle) Admit(time.Duration) time.Duration {
 		return 0
 	}
 	wait := r.until(r.waiting + micro)
-	if !s.node.alone {
+	if !s.node.single {
 		wait = min(wait, max(r.pace, controlLoop)) // another node may lend
 	}
 	return min(max(wait, minAsk), time.Second)

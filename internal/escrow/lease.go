@@ -39,7 +39,7 @@ const (
 
 // fresh tells whether the peer has heard us recently, and we have heard that from it.
 func (n *Node) fresh(p *peer) bool {
-	return !p.gone && !p.parted && p.echo > 0 && n.now-p.echo < freshFor
+	return !p.gone && !p.detached && p.echo > 0 && n.now-p.echo < freshFor
 }
 
 // unheard is the time since p's latest packet, less p.rest.
@@ -60,15 +60,15 @@ func (n *Node) leased(p *peer) bool { return p.lease > 0 && n.now-p.lease < leas
 
 // expire gives back borrowed tokens whose lease has ended.
 func (n *Node) expire(r *row) {
-	if n.now < r.sooner {
+	if n.now < r.leaseCheckAt {
 		return
 	}
-	r.sooner = never
+	r.leaseCheckAt = never
 	for _, e := range r.entries {
 		switch {
 		case e == nil || e.held() == 0:
 		case n.leased(e.peer):
-			r.sooner = min(r.sooner, e.peer.lease+lease)
+			r.leaseCheckAt = min(r.leaseCheckAt, e.peer.lease+lease)
 		default:
 			e.giveBack(e.held())
 		}
@@ -94,26 +94,26 @@ func (n *Node) sweep() {
 			}
 		}
 		if p.lent.some() && n.now-p.renewedAt >= writeOff {
-			n.write(p)
+			n.writeOffLoans(p)
 		}
 		if prune {
 			n.prune(p)
 		}
-		if !p.gone && !p.parted && p.leaving < n.now && n.now-p.leaving >= writeOff {
+		if !p.gone && !p.detached && p.leaving < n.now && n.now-p.leaving >= writeOff {
 			n.part(p)
 		}
 	}
-	for i := 0; i < len(n.dying); i++ {
-		if p := n.dying[i]; n.now-p.renewedAt >= writeOff {
-			n.write(p)
+	for i := 0; i < len(n.ending); i++ {
+		if p := n.ending[i]; n.now-p.renewedAt >= writeOff {
+			n.writeOffLoans(p)
 			n.forget(p)
-			n.dying = append(n.dying[:i], n.dying[i+1:]...)
+			n.ending = append(n.ending[:i], n.ending[i+1:]...)
 			i--
 		}
 	}
 	n.sweepAt = never
 	for _, p := range n.slots {
-		if p != nil && (p.lent.some() || p.held.some() || !p.parted && (p.changes.First() != nil || p.leaving != never)) {
+		if p != nil && (p.lent.some() || p.held.some() || !p.detached && (p.changes.First() != nil || p.leaving != never)) {
 			n.sweepAt = n.now + sweepEvery
 			break
 		}
@@ -124,7 +124,7 @@ func (n *Node) sweep() {
 // stay: the same incarnation may come back, and without them used tokens of a loan would
 // count as lent anew. A later incarnation, or [Node.Gone], ends them.
 func (n *Node) part(p *peer) {
-	p.parted = true
+	p.detached = true
 	for e := range p.entries {
 		e.giveBack(e.held())
 		e.need, e.itsNeed = 0, 0
@@ -135,9 +135,9 @@ func (n *Node) part(p *peer) {
 // watch schedules a sweep.
 func (n *Node) watch() { n.sweepAt = min(n.sweepAt, n.now+sweepEvery) }
 
-// write writes off all loans to p, and begins a new epoch. p voids the old loans when it
+// writeOffLoans writes off all loans to p, and begins a new epoch. p voids the old loans when it
 // hears of the epoch; their lease has ended before.
-func (n *Node) write(p *peer) {
+func (n *Node) writeOffLoans(p *peer) {
 	p.epoch++
 	for e := range p.entries {
 		if e.lent.series != 0 {
@@ -183,11 +183,11 @@ func (n *Node) peer(id crdt.Replica) *peer {
 	if id.Name == n.self.Name || !n.admits(id.Name) || p != nil && p.id.Incarnation > id.Incarnation {
 		return nil
 	}
-	if b, ok := n.buried[id.Name]; ok && b.incarnation >= id.Incarnation {
+	if b, ok := n.ended[id.Name]; ok && b.incarnation >= id.Incarnation {
 		return nil
 	}
 	if p != nil {
-		n.bury(p)
+		n.endPeer(p)
 	}
 	slot := 0
 	for slot < len(n.slots) && n.slots[slot] != nil {
@@ -208,10 +208,10 @@ func (n *Node) peer(id crdt.Replica) *peer {
 func (n *Node) Gone(now time.Duration, id crdt.Replica) {
 	n.advance(now)
 	if p := n.peers[id.Name]; p != nil && p.id.Incarnation <= id.Incarnation {
-		n.bury(p)
+		n.endPeer(p)
 	}
-	if b := n.buried[id.Name]; b.incarnation < id.Incarnation {
-		n.buried[id.Name] = burial{id.Incarnation, n.now}
+	if b := n.ended[id.Name]; b.incarnation < id.Incarnation {
+		n.ended[id.Name] = endedIncarnation{id.Incarnation, n.now}
 	}
 }
 
@@ -222,22 +222,22 @@ func (n *Node) Rejoin(now time.Duration, self crdt.Replica) {
 	n.advance(now)
 	n.self = self
 	for _, name := range slices.Sorted(maps.Keys(n.peers)) {
-		before, was := n.buried[name]
-		n.bury(n.peers[name])
-		if delete(n.buried, name); was {
-			n.buried[name] = before
+		before, was := n.ended[name]
+		n.endPeer(n.peers[name])
+		if delete(n.ended, name); was {
+			n.ended[name] = before
 		}
 	}
-	n.rosters++ // the marks for all peers change
+	n.membershipVersion++ // the marks for all peers change
 }
 
-func (n *Node) bury(p *peer) {
-	for name, b := range n.buried { // few: incarnations that ended within ten minutes
+func (n *Node) endPeer(p *peer) {
+	for name, b := range n.ended { // few: incarnations that ended within ten minutes
 		if n.now-b.at > 10*time.Minute {
-			delete(n.buried, name)
+			delete(n.ended, name)
 		}
 	}
-	n.buried[p.id.Name] = burial{p.id.Incarnation, n.now}
+	n.ended[p.id.Name] = endedIncarnation{p.id.Incarnation, n.now}
 	delete(n.peers, p.id.Name)
 	p.gone = true
 	for e := range p.entries {
@@ -249,7 +249,7 @@ func (n *Node) bury(p *peer) {
 		n.forget(p)
 		return
 	}
-	n.dying = append(n.dying, p)
+	n.ending = append(n.ending, p)
 	n.watch()
 }
 

@@ -57,16 +57,16 @@ func (n *Node) step(r *row) {
 	if n.now >= r.wantUntil {
 		r.want = 0
 	}
-	if r.over {
+	if r.overCap {
 		n.trim(r)
 		n.pin(r)
 	}
 	r.yielding = n.yields(r)
-	if keep, _ := r.plan(); r.pooled > keep && !n.alone {
+	if keep, _ := r.plan(); r.pooled > keep && !n.single {
 		r.reclaim() // tokens in the pool cannot be lent, and keep the row from being forgotten
 	}
 	switch {
-	case n.alone:
+	case n.single:
 	case r.owner == "":
 		n.stepSpread(r, quiet)
 	case r.here:
@@ -94,7 +94,7 @@ func (n *Node) ripen(r *row) {
 
 // rest schedules the row's next step, or forgets the row.
 func (n *Node) rest(r *row) {
-	if n.alone {
+	if n.single {
 		next := never
 		if r.waiting > 0 && r.spendable() == 0 { // such as while a fence is up
 			next = after(n.now, max(r.until(min(r.head, r.cap)), r.pace, time.Millisecond))
@@ -271,7 +271,7 @@ func (n *Node) returnSpare(r *row, most int64) {
 func (n *Node) need(r *row, short int64) {
 	shares := int64(0)
 	for _, p := range n.slots {
-		if p != nil && (n.fresh(p) || p.rest > 0 && !p.gone && !p.parted && n.unheard(p) < lease) {
+		if p != nil && (n.fresh(p) || p.rest > 0 && !p.gone && !p.detached && n.unheard(p) < lease) {
 			shares += p.share
 		}
 	}

@@ -32,7 +32,7 @@ func (l *Handle) Level() (limit Limit, left int, next time.Duration) {
 	left = int(max(there, 0) / micro)
 	if left == 0 {
 		next = time.Duration(min(math.Ceil(float64(micro-there)/r.full*1e9), 1<<62))
-		if !s.node.alone {
+		if !s.node.single {
 			next = min(next, max(r.pace, controlLoop))
 		}
 	}

@@ -37,7 +37,7 @@ func (f *fleet) check() error {
 		if r.level < 0 || r.lent < 0 || r.held < 0 || r.granted < 0 || r.granted > r.level {
 			return errors.New("negative books")
 		}
-		if !r.over && r.level+r.lent > r.cap {
+		if !r.overCap && r.level+r.lent > r.cap {
 			return errors.New("level and loans exceed the cap")
 		}
 		if r.sum.Minted+r.sum.Back+r.sum.Refilled != r.level+r.sum.Own+r.sum.Lent+r.sum.Trimmed {
@@ -100,7 +100,7 @@ func (s *simNode) peerOf(other *simNode) *peer {
 	if p := s.Node.peers[other.self.Name]; p != nil && p.id == other.self {
 		return p
 	}
-	for _, p := range s.dying {
+	for _, p := range s.ending {
 		if p.id == other.self {
 			return p
 		}

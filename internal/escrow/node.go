@@ -23,28 +23,28 @@ type Node struct {
 	cfg    Config
 	self   crdt.Replica
 	config uint32 // fingerprint of cfg
-	alone  bool   // without peers: the initial roster is empty
+	single bool   // without peers: the initial roster is empty
 
 	now      time.Duration
 	born     time.Duration
 	mintAt   time.Duration // start of minting: the later of wait and lifted; never while fenced
 	wait     time.Duration // when no loan of an earlier incarnation can be left
 	lifted   time.Duration // when the latest passed fence was lifted
-	vouchers []bool        // by roster index: the member has voided an earlier incarnation's loans
-	unsure   int           // members without a voucher; -1 if vouchers do not count
+	voided   []bool        // by roster index: the member has voided an earlier incarnation's loans
+	unvoided int           // members without a voucher; -1 if vouchers do not count
 
-	terms     []*term         // from the last complete configuration to the newest; never empty
-	told      uint64          // number of the last complete configuration, see Complete
-	applied   uint64          // see Applied
-	overs     int             // rows that have lent more than their cap
-	eras      []era           // the latest last; never empty
-	steady    time.Duration   // since then a row differs from a new row by minting only
-	fence     time.Duration   // see Mint; never is no fence
-	fenced    bool            // the fence has passed
-	silent    map[string]bool // members whose share of the rate is taken over
-	silentAt  time.Duration   // when another member may become silent
-	refused   Refused
-	hasJoined bool // see joined
+	terms       []*term         // from the last complete configuration to the newest; never empty
+	told        uint64          // number of the last complete configuration, see Complete
+	applied     uint64          // see Applied
+	overCapRows int             // rows that have lent more than their cap
+	eras        []era           // the latest last; never empty
+	steady      time.Duration   // since then a row differs from a new row by minting only
+	fence       time.Duration   // see Mint; never is no fence
+	fenced      bool            // the fence has passed
+	silent      map[string]bool // members whose share of the rate is taken over
+	silentAt    time.Duration   // when another member may become silent
+	refused     Refused
+	hasJoined   bool // see joined
 
 	termsTill time.Duration     // until then loans of a past configuration may still arrive
 	breaches  map[string]uint64 // see Stats.Broke
@@ -54,22 +54,22 @@ type Node struct {
 	queue []*row          // a heap by row.next
 	ripe  []*row          // rows that may have tokens for their waiters
 
-	peers  map[string]*peer  // by name, the latest incarnation
-	slots  []*peer           // nil is free
-	dying  []*peer           // incarnations that are over and still have loans
-	buried map[string]burial // by name, the latest incarnation that is over
+	peers  map[string]*peer            // by name, the latest incarnation
+	slots  []*peer                     // nil is free
+	ending []*peer                     // incarnations that are over and still have loans
+	ended  map[string]endedIncarnation // by name, the latest incarnation that is over
 
-	changes uint64 // counts changes over all peers; only rises
-	rosters uint64 // counts changes of who is admitted, and of this node's incarnation
-	series  uint64 // the latest number of a series of loans
-	sweepAt time.Duration
-	pruneAt time.Duration
-	read    []*row // scratch: rows of the packet that Merge reads
-	rand    *rand.Rand
+	changes           uint64 // counts changes over all peers; only rises
+	membershipVersion uint64 // counts changes of who is admitted, and of this node's incarnation
+	series            uint64 // the latest number of a series of loans
+	sweepAt           time.Duration
+	pruneAt           time.Duration
+	read              []*row // scratch: rows of the packet that Merge reads
+	rand              *rand.Rand
 }
 
 // A burial records an incarnation that is over.
-type burial struct {
+type endedIncarnation struct {
 	incarnation uint64
 	at          time.Duration
 }
@@ -94,21 +94,21 @@ func NewNode(self crdt.Replica, cfg Config, now time.Duration) (*Node, error) {
 	cfg = cfg.WithDefaults()
 	n := &Node{
 		cfg: cfg, self: self, config: cfg.fingerprint(), now: now,
-		alone: len(cfg.Roster.Members) == 0,
-		rows:  map[string]*row{}, peers: map[string]*peer{}, buried: map[string]burial{},
+		single: len(cfg.Roster.Members) == 0,
+		rows:   map[string]*row{}, peers: map[string]*peer{}, ended: map[string]endedIncarnation{},
 		terms: []*term{newTerm(cfg.Configuration())}, told: cfg.Configuration().Number,
 		born: now, wait: now, fence: never,
 		sweepAt: never, silentAt: never,
 		rand: rand.New(rand.NewPCG(self.Incarnation, mix(uint64(cfg.fingerprint()))^seedOf(self.Name))),
 	}
-	if !n.alone {
+	if !n.single {
 		n.wait = now + writeOff
-		n.vouchers = make([]bool, len(cfg.Roster.Members))
-		n.unsure = len(n.vouchers)
+		n.voided = make([]bool, len(cfg.Roster.Members))
+		n.unvoided = len(n.voided)
 		if cfg.Fleet != "" || cfg.Roster.Learners {
-			n.unsure = -1
+			n.unvoided = -1
 		}
-		n.vouched(cfg.Roster.index(self.Name))
+		n.memberVoided(cfg.Roster.index(self.Name))
 	}
 	n.remint()
 	n.lookSilent()
@@ -116,13 +116,13 @@ func NewNode(self crdt.Replica, cfg Config, now time.Duration) (*Node, error) {
 	return n, nil
 }
 
-// vouched notes that a member holds no loans of an earlier incarnation of this node.
-func (n *Node) vouched(index int) {
-	if index < 0 || n.unsure <= 0 || n.vouchers[index] {
+// memberVoided notes that a member holds no loans of an earlier incarnation of this node.
+func (n *Node) memberVoided(index int) {
+	if index < 0 || n.unvoided <= 0 || n.voided[index] {
 		return
 	}
-	n.vouchers[index] = true
-	if n.unsure--; n.unsure == 0 {
+	n.voided[index] = true
+	if n.unvoided--; n.unvoided == 0 {
 		n.wait = min(n.wait, n.now)
 		n.remint()
 	}
@@ -156,12 +156,12 @@ func (n *Node) Self() crdt.Replica { return n.self }
 func (n *Node) advance(now time.Duration) {
 	n.now = max(n.now, now)
 	if n.now >= n.fence && !n.fenced {
-		n.enclose()
+		n.passFence()
 	}
 }
 
-// enclose voids all own tokens, since the fence has passed.
-func (n *Node) enclose() {
+// passFence voids all own tokens, since the fence has passed.
+func (n *Node) passFence() {
 	n.joined()
 	n.fenced = true
 	for i := range n.eras {
@@ -181,7 +181,7 @@ func (n *Node) row(key string) *row {
 		r.own()
 		return r
 	}
-	if n.alone {
+	if n.single {
 		n.evictSome()
 	}
 	if len(n.rows) >= n.cfg.MaxKeys {
@@ -197,7 +197,7 @@ func (n *Node) addRow(key string) *row {
 	}
 	r := newRow(n, key)
 	n.rows[key] = r
-	if !n.alone {
+	if !n.single {
 		n.schedule(r, n.now)
 	}
 	return r
@@ -359,7 +359,7 @@ func after(now, d time.Duration) time.Duration {
 
 // stir schedules the row's next step: now, if the row rested for longer than its pace.
 func (n *Node) stir(r *row) {
-	if n.alone {
+	if n.single {
 		if r.waiting > 0 {
 			n.schedule(r, after(n.now, r.until(min(r.head, r.cap))))
 		}

@@ -20,10 +20,10 @@ type peer struct {
 	gone  bool  // the incarnation is over; only loans to it are left
 
 	leaving time.Duration // since when no roster admits its name; never while one does
-	// parted says that the peer has been leaving for so long that all loans are over. Then
+	// detached says that the peer has been leaving for so long that all loans are over. Then
 	// this node sends it nothing and refuses its packets until a roster has the peer again.
-	parted bool
-	pinned int // keys for which it has loans whose lease is not renewed
+	detached bool
+	pinned   int // keys for which it has loans whose lease is not renewed
 
 	// changes lists each key once. The first change is the peer's own existence, so that two
 	// incarnations that meet send to each other at once: a new incarnation mints nothing
@@ -157,10 +157,10 @@ const (
 
 // own counts the key no longer as named by a peer: this node uses it, or forgets it.
 func (r *row) own() {
-	if r.by != nil {
-		r.by.named--
-		r.by.node.named--
-		r.by = nil
+	if r.namedByPeer != nil {
+		r.namedByPeer.named--
+		r.namedByPeer.node.named--
+		r.namedByPeer = nil
 	}
 }
 
@@ -201,7 +201,7 @@ func (e *entry) accounted(used, ret int64) {
 	e.release(u + b)
 	e.row.level += b
 	e.row.sum.Back = plus(e.row.sum.Back, b)
-	if n := e.peer.node; e.row.over || n.fenced {
+	if n := e.peer.node; e.row.overCap || n.fenced {
 		n.trim(e.row)
 		n.pin(e.row)
 	}
@@ -251,7 +251,7 @@ func (e *entry) received(series uint64, out int64) {
 	e.peer.held.add(x)
 	e.row.held += x
 	e.row.sum.Got = plus(e.row.sum.Got, x)
-	e.row.sooner = 0
+	e.row.leaseCheckAt = 0
 	if e.row.owner != "" {
 		e.need = max(0, e.need-x)
 	}

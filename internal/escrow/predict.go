@@ -18,9 +18,9 @@ type forecast struct {
 }
 
 const (
-	minWindow = 10 * time.Millisecond
-	newest    = 1. / 8 // weight of the newest window
-	forgotten = 200    // windows after which nothing is left of a mean
+	minWindow    = 10 * time.Millisecond
+	newestWeight = 1. / 8 // weight of the newest window
+	forgotten    = 200    // windows after which nothing is left of a mean
 
 	// A window counts as a jump if it differs from the mean by more than the factor jump, and
 	// the larger of both is at least jumpFrom. In a Poisson process with mean jumpFrom one
@@ -44,8 +44,8 @@ func (f *forecast) observe(now, window time.Duration, most float64) {
 	}
 	for range n {
 		d := x - f.mean
-		f.mean += newest * d
-		f.variance = (1 - newest) * (f.variance + newest*d*d)
+		f.mean += newestWeight * d
+		f.variance = (1 - newestWeight) * (f.variance + newestWeight*d*d)
 		if n == forgotten {
 			f.mean, f.variance = x, 0
 			break

@@ -41,11 +41,11 @@ type row struct {
 	mintedAt time.Duration
 	minted   uint64 // remainder of the latest mint, below one micro-token
 
-	by      *peer                 // the peer that named the key; nil once this node uses it
-	lenders map[string]*allowance // by name of the lender; full ones are left out
-	entries []*entry              // by the peer's slot; nil without loans and needs
-	cursor  int                   // index in entries of the lender whose loan is spent next
-	sooner  time.Duration         // lower bound of the expiry of held tokens' leases
+	namedByPeer  *peer                 // the peer that named the key; nil once this node uses it
+	lenders      map[string]*allowance // by name of the lender; full ones are left out
+	entries      []*entry              // by the peer's slot; nil without loans and needs
+	cursor       int                   // index in entries of the lender whose loan is spent next
+	leaseCheckAt time.Duration         // lower bound of the expiry of held tokens' leases
 
 	forecast  forecast
 	waiting   int64         // sum of the amounts of all waiters
@@ -67,7 +67,7 @@ type row struct {
 	openAt     time.Duration // when open was last refilled
 	opened     bool          // the fail-open bucket has begun
 
-	over bool // lent exceeds the cap
+	overCap bool // lent exceeds the cap
 
 	queued int     // index in Node.queue, -1 if not there
 	ripe   bool    // listed in Node.ripe
@@ -104,7 +104,7 @@ func newRow(n *Node, name string) *row {
 	r.last, r.spentAt = -r.pace, n.now
 	r.forecast.since = n.now
 	switch {
-	case !n.alone:
+	case !n.single:
 		n.recall(r)
 	case !n.fenced:
 		r.level, r.sum.Minted, r.mintedAt = r.cap, r.cap, n.now

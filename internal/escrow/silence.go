@@ -7,7 +7,7 @@ package escrow
 // this node's part of the rate changed. If so, the caller must reshare all rows.
 func (n *Node) lookSilent() (changed bool) {
 	after := n.cfg.OnSilence.After
-	if n.alone || n.cfg.OnSilence.Policy != TakeOver {
+	if n.single || n.cfg.OnSilence.Policy != TakeOver {
 		return false
 	}
 	silent := map[string]bool{}

@@ -46,7 +46,7 @@ const (
 // Mark returns the number of the latest change that concerns the peer.
 func (n *Node) Mark(to crdt.Replica) uint64 {
 	if p := n.peers[to.Name]; p != nil && p.id.Incarnation == to.Incarnation {
-		if p.parted {
+		if p.detached {
 			return p.acked
 		}
 		return p.changes.Mark()
@@ -59,7 +59,7 @@ func (n *Node) Mark(to crdt.Replica) uint64 {
 
 // Counted returns a number that rises whenever the mark for any peer does; see
 // gossip.Counter.
-func (n *Node) Counted() uint64 { return n.changes + n.rosters }
+func (n *Node) Counted() uint64 { return n.changes + n.membershipVersion }
 
 // Keeps tells whether there is a loan or a need between this node and the peer, or was one
 // within the last seconds. Then both need keep-alives at full pace, to renew leases and to
@@ -75,7 +75,7 @@ func (n *Node) Keeps(to crdt.Replica) bool {
 func (n *Node) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
 	n.advance(now)
 	p := n.peer(to)
-	if p == nil || p.parted {
+	if p == nil || p.detached {
 		return b, since
 	}
 	if room < maxHeader {
@@ -247,10 +247,10 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	}
 	p := n.peers[c.From.Name]
 	switch {
-	case !n.admits(c.From.Name) && (p == nil || p.leaving == never || p.parted || p.id.Incarnation < c.From.Incarnation):
+	case !n.admits(c.From.Name) && (p == nil || p.leaving == never || p.detached || p.id.Incarnation < c.From.Incarnation):
 		return fmt.Errorf("%w: %v is not in the roster", errMismatch, c.From)
 	case p == nil:
-		if b, ok := n.buried[c.From.Name]; ok && b.incarnation >= c.From.Incarnation {
+		if b, ok := n.ended[c.From.Name]; ok && b.incarnation >= c.From.Incarnation {
 			return fmt.Errorf("%w: %v is over", errStale, c.From)
 		}
 	case p.id.Incarnation > c.From.Incarnation:
@@ -267,7 +267,7 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	if p == nil {
 		p = n.peer(c.From)
 	}
-	n.vouched(p.index) // a peer that writes to this incarnation has buried the earlier one
+	n.memberVoided(p.index) // a peer that writes to this incarnation has buried the earlier one
 	if c.Sent > p.sent {
 		p.sent, p.heard, p.rest, p.configuration = c.Sent, n.now, c.Rest, configuration
 		if n.silent[p.id.Name] {
@@ -375,7 +375,7 @@ func (n *Node) namedRow(p *peer, s *said) *row {
 	}
 	if r != nil {
 		r.own()
-		r.by = p
+		r.namedByPeer = p
 		p.named++
 		n.named++
 	}

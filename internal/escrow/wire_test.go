@@ -90,7 +90,7 @@ func say(now time.Duration, from, to *Node) ([]byte, error) {
 // books is all that a packet could have changed.
 func (n *Node) books() string {
 	var s strings.Builder
-	fmt.Fprintln(&s, n.mintAt, n.series, len(n.rows), len(n.peers), n.vouchers)
+	fmt.Fprintln(&s, n.mintAt, n.series, len(n.rows), len(n.peers), n.voided)
 	var keys []string
 	for k := range n.rows {
 		keys = append(keys, k)

@@ -151,27 +151,27 @@ type Configurator struct {
 	rand    *rand.Rand
 	fleet   uint64 // digest of the settings that must be the same everywhere
 
-	mu      sync.Mutex
-	start   time.Duration
-	ticked  time.Duration
-	doc     *document   // the newest document; nil if none is known
-	digest  uint64      // digest of doc: distinguishes it from another document of the same number
-	chain   []*chained  // adopted configurations, from the last complete one to the newest
-	voters  []confVoter // the members of the newest roster, by name
-	voter   int         // this process's index in voters, -1 if there is none
-	peers   map[string]*confPeer
-	list    []*confPeer        // the peers in the order in which they were met
-	applied map[string]uint64  // the newest configuration that each name says it has applied; see takeWord
-	knew    map[string]uint64  // the newest configuration that each name has known
-	gone    map[string]release // names that were evicted, or left with a lease
-	own     uint64             // the newest configuration that the applier has applied
-	read    bool               // the register was read in this incarnation
-	away    error              // why the register cannot be reached; nil if it can
-	settled bool               // this incarnation may mint
-	frozen  map[string]bool    // names whose leases are no longer confirmed; see configurator_lease.go
-	stamps  []time.Duration
-	until   time.Duration
-	broken  error // the applier's error when it refused a configuration
+	mu        sync.Mutex
+	start     time.Duration
+	ticked    time.Duration
+	doc       *document    // the newest document; nil if none is known
+	digest    uint64       // digest of doc: distinguishes it from another document of the same number
+	chain     []*chained   // adopted configurations, from the last complete one to the newest
+	voters    []confMember // the members of the newest roster, by name
+	selfIndex int          // this process's index in voters, -1 if there is none
+	peers     map[string]*confPeer
+	list      []*confPeer        // the peers in the order in which they were met
+	applied   map[string]uint64  // the newest configuration that each name says it has applied; see takeWord
+	knew      map[string]uint64  // the newest configuration that each name has known
+	gone      map[string]release // names that were evicted, or left with a lease
+	own       uint64             // the newest configuration that the applier has applied
+	read      bool               // the register was read in this incarnation
+	away      error              // why the register cannot be reached; nil if it can
+	settled   bool               // this incarnation may mint
+	frozen    map[string]bool    // names whose leases are no longer confirmed; see configurator_lease.go
+	stamps    []time.Duration
+	until     time.Duration
+	broken    error // the applier's error when it refused a configuration
 
 	loaded   uint64    // the number that an operator loaded, if Static
 	draft    []stage   // configurations known before this incarnation is settled, if Static
@@ -188,15 +188,15 @@ type Configurator struct {
 	rank     int           // how many processes write such requests before this one
 	full     error         // why the latest draft was not written
 
-	pull     confPull
-	behind   time.Duration // since when a peer knows a newer document; never if none does
-	joining  bool
-	weight   int
-	leaving  bool
-	deadline time.Duration
-	lingers  time.Duration // until then this process may still become a member, though it asked to leave
-	leftAt   uint64        // the first configuration without this process
-	evicted  uint64        // the latest number by which this process was evicted
+	pull         confPull
+	behind       time.Duration // since when a peer knows a newer document; never if none does
+	joining      bool
+	weight       int
+	leaving      bool
+	deadline     time.Duration
+	mayJoinUntil time.Duration // until then this process may still become a member, though it asked to leave
+	leftAt       uint64        // the first configuration without this process
+	evicted      uint64        // the latest number by which this process was evicted
 
 	seq, shared uint64
 	toldAt      time.Duration // when seq last rose
@@ -217,8 +217,8 @@ type chained struct {
 	unknown bool     // too few of the previous roster know it, see spreadLocked
 }
 
-// confVoter is a member of the newest roster.
-type confVoter struct {
+// confMember is a member of the newest roster.
+type confMember struct {
 	*confPeer // nil if it was never met
 
 	name  string
@@ -227,15 +227,15 @@ type confVoter struct {
 
 // confPeer is another process, in its latest incarnation.
 type confPeer struct {
-	id     crdt.Replica
-	voter  int           // its index in voters, -1 if it is no member
-	sent   time.Duration // when it sent the latest row, by its clock
-	heard  time.Duration // when it was heard, plus the contact's Rest
-	met    bool          // a row came from it
-	row    confRow
-	told   uint64        // number of the latest change that concerns it
-	frozen time.Duration // the value of sent when it was frozen
-	grant  time.Duration // the latest instant, by our clock, that it confirmed under the newest configuration
+	id          crdt.Replica
+	rosterIndex int           // its index in voters, -1 if it is no member
+	sent        time.Duration // when it sent the latest row, by its clock
+	heard       time.Duration // when it was heard, plus the contact's Rest
+	met         bool          // a row came from it
+	row         confRow
+	told        uint64        // number of the latest change that concerns it
+	frozen      time.Duration // the value of sent when it was frozen
+	grant       time.Duration // the latest instant, by our clock, that it confirmed under the newest configuration
 }
 
 // confPull is the fetch of a document.
@@ -266,7 +266,7 @@ func NewConfigurator(self crdt.Replica, cfg ConfiguratorConfig, applier Applier,
 		h = hashNumber(h, 1)
 	}
 	return &Configurator{
-		cfg: cfg, self: self, applier: applier, start: now, ticked: now, voter: -1,
+		cfg: cfg, self: self, applier: applier, start: now, ticked: now, selfIndex: -1,
 		rand:  rand.New(rand.NewPCG(self.Incarnation, hashEnd(hashString(hashInit, self.Name)))),
 		fleet: hashEnd(h),
 		peers: map[string]*confPeer{}, applied: map[string]uint64{}, knew: map[string]uint64{}, gone: map[string]release{},
@@ -325,7 +325,7 @@ func (c *Configurator) learnLocked(now time.Duration, d *document, from *confPee
 	}
 	for _, s := range d.stages {
 		if len(c.chain) == 0 || s.Number > c.chain[len(c.chain)-1].Number {
-			c.adoptLocked(now, s, name)
+			c.appendStageLocked(now, s, name)
 		}
 	}
 	c.votersLocked(now, from)
@@ -347,8 +347,8 @@ func (c *Configurator) renewLocked(d *document, digest uint64) {
 	}
 }
 
-// adoptLocked puts a stage at the end of the chain. The first stage is complete.
-func (c *Configurator) adoptLocked(now time.Duration, s stage, from string) {
+// appendStageLocked puts a stage at the end of the chain. The first stage is complete.
+func (c *Configurator) appendStageLocked(now time.Duration, s stage, from string) {
 	l := &chained{stage: s, from: from}
 	first := len(c.chain) == 0
 	if !first {
@@ -383,15 +383,15 @@ func (c *Configurator) adoptLocked(now time.Duration, s stage, from string) {
 
 // votersLocked is called after new stages were adopted. It follows the new roster.
 func (c *Configurator) votersLocked(now time.Duration, from *confPeer) {
-	before, weight := c.voter >= 0, 0
+	before, weight := c.selfIndex >= 0, 0
 	if before {
 		weight = c.weight
 	}
 	members := c.doc.newest().Roster.Members
 	c.voterLocked(now, members)
 	switch {
-	case c.voter >= 0:
-		c.weight, c.leftAt = int(members[c.voter].Weighs()), 0
+	case c.selfIndex >= 0:
+		c.weight, c.leftAt = int(members[c.selfIndex].Weighs()), 0
 		c.joining = false
 	case !before:
 	case c.leaving:
@@ -402,12 +402,12 @@ func (c *Configurator) votersLocked(now time.Duration, from *confPeer) {
 			c.joining, c.weight = true, weight
 		}
 	}
-	if c.broken != nil || c.cfg.OnSilence == escrow.Majority && c.voter < 0 {
+	if c.broken != nil || c.cfg.OnSilence == escrow.Majority && c.selfIndex < 0 {
 		c.until = now
 		c.applier.Mint(now)
 	}
 	for _, f := range c.list {
-		c.takeWord(f)
+		c.noteApplied(f)
 	}
 	c.pollLocked()
 	c.answerLocked(now)
@@ -430,20 +430,20 @@ func (c *Configurator) voterLocked(now time.Duration, members []escrow.Member) {
 		since[c.voters[i].name] = c.voters[i].since
 	}
 	for _, f := range c.list {
-		f.voter, f.frozen, f.grant = -1, 0, 0
+		f.rosterIndex, f.frozen, f.grant = -1, 0, 0
 	}
-	c.voters = make([]confVoter, len(members))
+	c.voters = make([]confMember, len(members))
 	for i, m := range members {
 		s := &c.voters[i]
-		*s = confVoter{confPeer: c.peers[m.Name], name: m.Name, since: now}
+		*s = confMember{confPeer: c.peers[m.Name], name: m.Name, since: now}
 		if at, ok := since[m.Name]; ok {
 			s.since = at
 		}
 		if s.confPeer != nil {
-			s.voter = i
+			s.rosterIndex = i
 		}
 	}
-	c.voter = memberIndex(members, c.self.Name)
+	c.selfIndex = memberIndex(members, c.self.Name)
 }
 
 // lacksLocked tells whether a configuration waits for a name that is not in the newest roster. It
@@ -547,7 +547,7 @@ func (c *Configurator) tickLocked(now time.Duration) {
 	c.freezeLocked(now)
 	c.leaseLocked(now)
 	c.refetchLocked(now)
-	if c.cfg.Weight > 0 && c.settled && c.voter < 0 && !c.leaving && !c.joining {
+	if c.cfg.Weight > 0 && c.settled && c.selfIndex < 0 && !c.leaving && !c.joining {
 		c.joining, c.weight = true, c.cfg.Weight
 		c.tellAll()
 	}
@@ -594,7 +594,7 @@ func (c *Configurator) vouchedLocked(now time.Duration) bool {
 	settled := false
 	for i := range c.voters {
 		f := c.voters[i].confPeer
-		if i == c.voter {
+		if i == c.selfIndex {
 			continue
 		}
 		if f == nil || now-f.heard >= nearby || f.row.known != c.known() {
@@ -621,7 +621,7 @@ func (c *Configurator) Join(now time.Duration, weight int) error {
 		return fmt.Errorf("%w: weight: %v is not in [1, 1000000]", ErrConfig, weight)
 	case c.leaving:
 		return fmt.Errorf("%w: %q is leaving", ErrMember, c.self.Name)
-	case c.voter >= 0:
+	case c.selfIndex >= 0:
 		return fmt.Errorf("%w: %q is one", ErrMember, c.self.Name)
 	}
 	c.joining, c.weight = true, weight
@@ -636,17 +636,17 @@ func (c *Configurator) Join(now time.Duration, weight int) error {
 func (c *Configurator) Leave(now, deadline time.Duration) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	others := c.voter >= 0 && slices.ContainsFunc(c.doc.newest().Roster.Members, func(m escrow.Member) bool { return m.Name != c.self.Name && m.Weighs() > 0 })
+	others := c.selfIndex >= 0 && slices.ContainsFunc(c.doc.newest().Roster.Members, func(m escrow.Member) bool { return m.Name != c.self.Name && m.Weighs() > 0 })
 	switch {
 	case c.cfg.Static:
 		return errStatic()
-	case c.voter < 0 && !c.joining:
+	case c.selfIndex < 0 && !c.joining:
 		return fmt.Errorf("%w: %q is none", ErrMember, c.self.Name)
-	case c.voter >= 0 && !others:
+	case c.selfIndex >= 0 && !others:
 		return fmt.Errorf("%w: %q is the last that mints", ErrMember, c.self.Name)
 	}
 	if c.joining {
-		c.lingers = now + nearby // a write that makes it a member may be under way
+		c.mayJoinUntil = now + nearby // a write that makes it a member may be under way
 	}
 	c.joining, c.leaving, c.deadline = false, true, deadline
 	c.tellAll()
@@ -667,8 +667,8 @@ func (c *Configurator) Left(now time.Duration) (bool, error) {
 	switch {
 	case !c.leaving:
 		return false, nil
-	case c.voter < 0 && c.leftAt == 0:
-		return now >= min(c.lingers, c.deadline), nil
+	case c.selfIndex < 0 && c.leftAt == 0:
+		return now >= min(c.mayJoinUntil, c.deadline), nil
 	case c.leftAt > 0 && c.complete() >= c.leftAt && c.leftLocked(now):
 		return true, nil
 	case now < c.deadline:

@@ -49,7 +49,7 @@ import (
 
 // mayConfirm tells whether this incarnation confirms leases under the newest document.
 func (c *Configurator) mayConfirm() bool {
-	if c.cfg.OnSilence != escrow.Majority || c.voter < 0 || c.leaving || !c.settled {
+	if c.cfg.OnSilence != escrow.Majority || c.selfIndex < 0 || c.leaving || !c.settled {
 		return false
 	}
 	at, ok := c.doc.incarnationOf(c.self.Name)
@@ -58,12 +58,12 @@ func (c *Configurator) mayConfirm() bool {
 
 // unlisted tells whether this incarnation needs a document that lists it.
 func (c *Configurator) unlisted() bool {
-	return c.cfg.OnSilence == escrow.Majority && c.voter >= 0 && c.settled && !c.leaving && !c.mayConfirm()
+	return c.cfg.OnSilence == escrow.Majority && c.selfIndex >= 0 && c.settled && !c.leaving && !c.mayConfirm()
 }
 
 // grantTo returns the newest stamp of f that we confirm for minting, 0 if there is none.
 func (c *Configurator) grantTo(f *confPeer) time.Duration {
-	if !c.mayConfirm() || f.voter < 0 {
+	if !c.mayConfirm() || f.rosterIndex < 0 {
 		return 0
 	}
 	if c.frozen[f.id.Name] {
@@ -74,7 +74,7 @@ func (c *Configurator) grantTo(f *confPeer) time.Duration {
 
 // takeGrant notes the stamp that the row of f confirms.
 func (c *Configurator) takeGrant(now time.Duration, f *confPeer) {
-	if f.row.flags&confGrant == 0 || f.voter < 0 || f.row.grant > now {
+	if f.row.flags&confGrant == 0 || f.rosterIndex < 0 || f.row.grant > now {
 		return
 	}
 	if at, ok := c.doc.incarnationOf(f.id.Name); ok && at == f.id.Incarnation {
@@ -94,7 +94,7 @@ func (c *Configurator) leaseLocked(now time.Duration) {
 		}
 		return
 	}
-	if c.voter < 0 {
+	if c.selfIndex < 0 {
 		return
 	}
 	stamps := c.stamps[:0]
@@ -119,7 +119,7 @@ func (c *Configurator) leaseLocked(now time.Duration) {
 }
 
 // silentLocked tells whether a member is silent.
-func (c *Configurator) silentLocked(now time.Duration, s *confVoter) bool {
+func (c *Configurator) silentLocked(now time.Duration, s *confMember) bool {
 	if s.name == c.self.Name {
 		return false
 	}
@@ -156,8 +156,8 @@ func (c *Configurator) thawsLocked(now time.Duration) bool {
 	return false
 }
 
-// condemnedLocked tells whether enough members have frozen a name to evict it.
-func (c *Configurator) condemnedLocked(name string) bool {
+// evictableLocked tells whether enough members have frozen a name to evict it.
+func (c *Configurator) evictableLocked(name string) bool {
 	if !c.frozen[name] || !c.mayConfirm() {
 		return false
 	}

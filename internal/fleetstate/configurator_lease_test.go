@@ -117,7 +117,7 @@ func TestConfiguratorUnlistedIncarnation(t *testing.T) {
 	if x.applier.using() != 0 {
 		t.Fatal("it mints by the grants of incarnations that are not listed")
 	}
-	if !w.nodes[0].c.frozen[x.name] || w.nodes[0].c.condemnedLocked(x.name) {
+	if !w.nodes[0].c.frozen[x.name] || w.nodes[0].c.evictableLocked(x.name) {
 		t.Fatalf("frozen: %v, and enough have", w.nodes[0].c.frozen)
 	}
 	n := w.nodes[0]

@@ -84,7 +84,7 @@ func (c *Configurator) Delta(now time.Duration, b []byte, to crdt.Replica, since
 	set(confLeaving, c.leaving)
 	set(confUnlist, c.unlisted())
 	set(confRenew, c.thawsLocked(now))
-	set(confJoining, c.joining && c.voter < 0)
+	set(confJoining, c.joining && c.selfIndex < 0)
 	for i := range c.voters {
 		if c.frozen[c.voters[i].name] {
 			s.frozen = append(s.frozen, i)
@@ -192,17 +192,17 @@ func (c *Configurator) rowInLocked(now, sent time.Duration, f *confPeer, s *conf
 			c.completeToLocked(now, top)
 		}
 	}
-	if c.takeWord(f) {
+	if c.noteApplied(f) {
 		c.completeLocked(now)
 	}
 	c.readLocked(now, f)
 }
 
-// takeWord notes the newest configuration that f says it has applied, and tells whether that is
+// noteApplied notes the newest configuration that f says it has applied, and tells whether that is
 // news. It counts for the name, in any incarnation. It does not count above the newest number that
 // we know. Otherwise a report of an ended incarnation could count for a configuration that its
 // successor does not know: we told the successor that there is none.
-func (c *Configurator) takeWord(f *confPeer) bool {
+func (c *Configurator) noteApplied(f *confPeer) bool {
 	applied := min(f.row.applied, c.known())
 	if applied <= c.applied[f.id.Name] {
 		return false
@@ -223,12 +223,12 @@ func (c *Configurator) peerLocked(id crdt.Replica) *confPeer {
 	case f != nil:
 		c.dropLocked(f)
 	}
-	f = &confPeer{id: id, voter: -1}
+	f = &confPeer{id: id, rosterIndex: -1}
 	if c.doc != nil {
-		f.voter = memberIndex(c.doc.newest().Roster.Members, id.Name)
+		f.rosterIndex = memberIndex(c.doc.newest().Roster.Members, id.Name)
 	}
-	if f.voter >= 0 && f.voter < len(c.voters) {
-		c.voters[f.voter].confPeer = f
+	if f.rosterIndex >= 0 && f.rosterIndex < len(c.voters) {
+		c.voters[f.rosterIndex].confPeer = f
 	}
 	c.peers[id.Name] = f
 	c.list = append(c.list, f)
@@ -236,8 +236,8 @@ func (c *Configurator) peerLocked(id crdt.Replica) *confPeer {
 }
 
 func (c *Configurator) dropLocked(f *confPeer) {
-	if f.voter >= 0 && f.voter < len(c.voters) && c.voters[f.voter].confPeer == f {
-		c.voters[f.voter].confPeer = nil
+	if f.rosterIndex >= 0 && f.rosterIndex < len(c.voters) && c.voters[f.rosterIndex].confPeer == f {
+		c.voters[f.rosterIndex].confPeer = nil
 	}
 	if c.pull.from == f {
 		c.pull = confPull{}

@@ -91,7 +91,7 @@ func (c *Configurator) extendLocked(now time.Duration, stages []stage, from *con
 		name = from.id.Name
 	}
 	for _, s := range stages {
-		c.adoptLocked(now, c.outOf(c.chain[len(c.chain)-1].stage, s), name)
+		c.appendStageLocked(now, c.outOf(c.chain[len(c.chain)-1].stage, s), name)
 	}
 	c.publishLocked()
 	c.votersLocked(now, from)
@@ -194,12 +194,12 @@ func (c *Configurator) settleStaticLocked(now time.Duration) {
 	if c.loaded == 0 || len(c.draft) == 0 || c.pull.from != nil {
 		return
 	}
-	if c.conflict != nil && now-c.conflict.heard < nearby && c.conflict.voter >= 0 && len(c.draft) == 1 {
+	if c.conflict != nil && now-c.conflict.heard < nearby && c.conflict.rosterIndex >= 0 && len(c.draft) == 1 {
 		return // two configurations of one number, and none before them: the other one is in force
 	}
 	if now-c.start < nearby {
 		for i := range c.voters {
-			if f := c.voters[i].confPeer; i != c.voter && (f == nil || !f.met) {
+			if f := c.voters[i].confPeer; i != c.selfIndex && (f == nil || !f.met) {
 				return
 			}
 		}
@@ -215,7 +215,7 @@ func (c *Configurator) settleStaticLocked(now time.Duration) {
 		if i > 0 {
 			s = c.outOf(draft[i-1], s)
 		}
-		c.adoptLocked(now, s, "")
+		c.appendStageLocked(now, s, "")
 	}
 	c.publishLocked()
 	c.votersLocked(now, nil)

@@ -60,7 +60,7 @@ func (c *Configurator) Status(now time.Duration) ConfiguratorStatus {
 	defer c.mu.Unlock()
 	s := ConfiguratorStatus{
 		Complete: c.complete(), Applied: c.own, Loaded: c.loaded,
-		Settled: c.settled, Member: c.voter >= 0, Joining: c.joining, Leaving: c.leaving, Evicted: c.evicted, Minting: c.until, Requests: len(c.wishes),
+		Settled: c.settled, Member: c.selfIndex >= 0, Joining: c.joining, Leaving: c.leaving, Evicted: c.evicted, Minting: c.until, Requests: len(c.wishes),
 		Away: c.away, Full: c.full, Refused: c.refused, Foreign: c.foreign, Differing: c.differing, Differs: c.differs, Err: c.broken,
 		Lacking: c.lackingLocked(now),
 	}
@@ -72,7 +72,7 @@ func (c *Configurator) Status(now time.Duration) ConfiguratorStatus {
 	for i := range c.voters {
 		m := ConfigMember{Member: s.Configuration.Roster.Members[i], Heard: -1, Applied: c.applied[c.voters[i].name]}
 		switch f := c.voters[i].confPeer; {
-		case i == c.voter:
+		case i == c.selfIndex:
 			m.Known, m.Applied, m.Loaded, m.Heard, m.Settled = c.known(), c.own, c.loaded, 0, c.settled
 		case f != nil && f.met:
 			m.Known, m.Loaded, m.Heard, m.Settled = f.row.known, f.row.loaded, max(0, now-f.heard), f.row.flags&confSettled != 0

@@ -341,7 +341,7 @@ func (c *Configurator) rankLocked(now time.Duration) int {
 		if f.row.flags&confAble == 0 || f.row.known != c.known() || now-f.heard >= nearby {
 			continue
 		}
-		member, we := f.voter >= 0, c.voter >= 0
+		member, we := f.rosterIndex >= 0, c.selfIndex >= 0
 		if member && !we || member == we && score(f.id.Name) < own {
 			rank++
 		}
@@ -351,23 +351,25 @@ func (c *Configurator) rankLocked(now time.Duration) int {
 
 // joins, leaves and asks tell what f asks for.
 func (c *Configurator) joins(now time.Duration, f *confPeer) bool {
-	return f.row.flags&confJoining != 0 && f.voter < 0 && now-f.heard < nearby && f.row.applied > 0 &&
+	return f.row.flags&confJoining != 0 && f.rosterIndex < 0 && now-f.heard < nearby && f.row.applied > 0 &&
 		f.row.known == c.known() && c.gone[f.id.Name].number == 0
 }
 
-func (c *Configurator) leaves(f *confPeer) bool { return f.row.flags&confLeaving != 0 && f.voter >= 0 }
+func (c *Configurator) leaves(f *confPeer) bool {
+	return f.row.flags&confLeaving != 0 && f.rosterIndex >= 0
+}
 
 func (c *Configurator) asks(now time.Duration, f *confPeer, flag uint64) bool {
-	return f.row.flags&flag != 0 && f.voter >= 0 && now-f.heard < nearby && f.row.known == c.known()
+	return f.row.flags&flag != 0 && f.rosterIndex >= 0 && now-f.heard < nearby && f.row.known == c.known()
 }
 
 func (c *Configurator) weJoin() bool {
-	return c.joining && c.voter < 0 && c.settled && c.own > 0 && c.gone[c.self.Name].number == 0
+	return c.joining && c.selfIndex < 0 && c.settled && c.own > 0 && c.gone[c.self.Name].number == 0
 }
 
 // sharedLocked tells whether a request is open that any process may write.
 func (c *Configurator) sharedLocked(now time.Duration) bool {
-	if c.leaving && c.voter >= 0 || c.weJoin() || c.unlisted() || c.thawsLocked(now) {
+	if c.leaving && c.selfIndex >= 0 || c.weJoin() || c.unlisted() || c.thawsLocked(now) {
 		return true
 	}
 	for _, f := range c.list {
@@ -376,7 +378,7 @@ func (c *Configurator) sharedLocked(now time.Duration) bool {
 		}
 	}
 	for name := range c.frozen {
-		if c.condemnedLocked(name) {
+		if c.evictableLocked(name) {
 			return true
 		}
 	}
@@ -552,7 +554,7 @@ func (c *Configurator) composeLocked(now time.Duration, wall time.Time, w *wish,
 		}
 	}
 	for name := range c.frozen {
-		if c.condemnedLocked(name) && edit.remove(name) {
+		if c.evictableLocked(name) && edit.remove(name) {
 			evicted = append(evicted, eviction{name, true})
 			did = append(did, "evict "+name+": silent")
 		}

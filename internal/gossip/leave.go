@@ -12,9 +12,9 @@ import (
 )
 
 const (
-	leaveEvery  = 10 * time.Millisecond // to each peer that has not acknowledged; a peer answers as often
-	mournFor    = time.Minute           // how long others are told about a departure
-	mournAtMost = 64
+	leaveEvery    = 10 * time.Millisecond // to each peer that has not acknowledged; a peer answers as often
+	departureKeep = time.Minute           // how long others are told about a departure
+	maxDepartures = 64
 )
 
 // departed is an incarnation that left in order. Peers that heard it pass it on with their
@@ -45,7 +45,7 @@ func (s *Session) leave(now time.Duration, ev Event, actions []Action) []Action 
 	budget := s.cfg.Burst
 	s.wake, s.departure = Never, departure{}
 	for _, p := range s.peers {
-		if p.knows || now-p.heardAt >= s.lostAfter(p) {
+		if p.leaveAcked || now-p.heardAt >= s.lostAfter(p) {
 			continue
 		}
 		if s.departure.waits == nil && !p.silent(now, s.silence()) {
@@ -59,7 +59,7 @@ func (s *Session) leave(now time.Duration, ev Event, actions []Action) []Action 
 			h.flags |= flagLeave
 			h.toInc, h.toName, h.seq = p.incarnation.Incarnation, p.toName, p.seq
 			s.arena = h.append(s.arena, s.cfg.Self.Name)
-			p.sentAt, p.told = now, true
+			p.sentAt, p.leaveSent = now, true
 			p.asks(now)
 			p.due = s.leaveDue(p)
 			actions = s.sent(start, p.addr, actions)
@@ -87,19 +87,19 @@ type departure struct {
 
 // same reports whether looking at all peers again would change nothing.
 func (d *departure) same(now time.Duration, s *Session) bool {
-	return now < s.wake && d.first > 0 && d.waits != nil && !d.waits.knows && !d.waits.silent(now, s.silence())
+	return now < s.wake && d.first > 0 && d.waits != nil && !d.waits.leaveAcked && !d.waits.silent(now, s.silence())
 }
 
 // informed notes that a peer knows that we leave.
 func (s *Session) informed(p *peer) {
-	if !p.knows && p.due == s.wake {
+	if !p.leaveAcked && p.due == s.wake {
 		s.departure.first--
 	}
-	p.knows = true
+	p.leaveAcked = true
 }
 
 func (s *Session) leaveDue(p *peer) time.Duration {
-	if p.told {
+	if p.leaveSent {
 		return p.sentAt + max(leaveEvery, s.cfg.Floor)
 	}
 	return p.sentAt + s.cfg.Floor
@@ -131,8 +131,8 @@ func (s *Session) acknowledged(now time.Duration, ev Event) (reason Reason, by c
 		return Departure, crdt.Replica{Name: p.incarnation.Name, Incarnation: h.fromInc}
 	case h.flags&flagRefusal == 0:
 		// A repeated packet does not show that its sender is there.
-		if ours && p.receive(h.seq) == Accepted || !ours && h.sent > p.theirs || h.fromInc > p.incarnation.Incarnation {
-			p.heardAt, p.waits, p.theirs = now, 0, max(p.theirs, h.sent)
+		if ours && p.receive(h.seq) == Accepted || !ours && h.sent > p.peerSent || h.fromInc > p.incarnation.Incarnation {
+			p.heardAt, p.unansweredSince, p.peerSent = now, 0, max(p.peerSent, h.sent)
 		}
 		return Leaving, by
 	}
@@ -160,11 +160,11 @@ func (s *Session) departed(now time.Duration, incarnation crdt.Replica) (reason 
 func (s *Session) depart(now time.Duration, p *peer, incarnation crdt.Replica) {
 	s.book.forget(p)
 	s.retire(now, p)
-	s.bury(incarnation)
-	if len(s.left) == mournAtMost {
+	s.retireIncarnation(incarnation)
+	if len(s.left) == maxDepartures {
 		s.left = slices.Delete(s.left, 0, 1)
 	}
-	s.left = append(s.left, departed{incarnation: incarnation, until: now + mournFor})
+	s.left = append(s.left, departed{incarnation: incarnation, until: now + departureKeep})
 }
 
 // departures appends recent departures, the latest first, as far as there is room.
@@ -191,8 +191,8 @@ func (s *Session) departures(now time.Duration, b []byte, room int) []byte {
 	return closeBlock(b, content)
 }
 
-// mourn takes in the departures that from knows, up to the first malformed one.
-func (s *Session) mourn(now time.Duration, from *peer, b []byte) {
+// mergeDepartures takes in the departures that from knows, up to the first malformed one.
+func (s *Session) mergeDepartures(now time.Duration, from *peer, b []byte) {
 	for r := read(b); r.Len() > 0; {
 		name := r.short("name")
 		inc := r.Uint64("incarnation")

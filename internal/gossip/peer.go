@@ -26,42 +26,42 @@ type peer struct {
 	at           *address     // book entry of the address where the peer was last heard
 
 	// Packets received. Sequence numbers are the peer's.
-	heardAt time.Duration // own clock: when the latest packet came
-	heard   uint64        // highest sequence number received
-	bits    uint64        // bit i: heard-i was merged
-	refuse  []uint64      // per section, bit i: the section did not take in heard-i
-	theirs  time.Duration // peer's clock: highest sent stamp
-	gotAt   time.Duration // own clock: when theirs came
-	owes    bool          // we owe the peer a packet
-	rest    time.Duration // how much later than a keep-alive its next packet may come
-	asksTil time.Duration // own clock: until then the peer wants keep-alives at their full pace
+	heardAt       time.Duration // own clock: when the latest packet came
+	heard         uint64        // highest sequence number received
+	bits          uint64        // bit i: heard-i was merged
+	refuse        []uint64      // per section, bit i: the section did not take in heard-i
+	peerSent      time.Duration // peer's clock: highest sent stamp
+	peerSentAt    time.Duration // own clock: when theirs came
+	owes          bool          // we owe the peer a packet
+	rest          time.Duration // how much later than a keep-alive its next packet may come
+	fullPaceUntil time.Duration // own clock: until then the peer wants keep-alives at their full pace
 
 	// Packets sent. Sequence numbers are ours.
-	everSent bool
-	sentAt   time.Duration
-	due      time.Duration  // when the next packet leaves, as last computed
-	seq      uint64         // number of the latest packet; 0 is none
-	ring     [window]uint64 // by slot of upto: the number of its packet
-	upto     []uint64       // window × sections: the mark that a packet makes complete
-	acked    []uint64       // per section: the mark that the peer acknowledged
-	refused  []bool         // per section: the latest acknowledgement was a refusal
-	sentUpto []uint64       // per section: the highest mark that was sent
-	ackSeen  uint64         // highest number that the peer acknowledged
-	bitsSeen uint64         // bit i: packet ackSeen-i was acknowledged
-	echo     time.Duration  // own clock: the latest sent stamp of ours that the peer echoed
-	hearsAt  time.Duration  // own clock: when the peer last heard us, as far as we know; see hearing
-	unechoed time.Duration  // own clock: all packets before this have an echo; 0 if all packets have one
-	asked    time.Duration  // own clock: when the first packet left that wants an answer and has no echo; 0 is none
-	waits    time.Duration  // own clock: when the first packet left that wants an answer, since the peer was heard; 0 is none
-	restAt   time.Duration  // when the next packet leaves if there is nothing to say
-	promise  time.Duration  // the rest that our latest packet announced
-	mine     time.Duration  // the longest rest that packets without an echo announced
-	wallAt   time.Duration  // no wall-clock stamp is sent before this
-	introAt  time.Duration  // when the next introduction is due
-	met      bool           // the peer has echoed a stamp of ours
-	lost     bool
-	told     bool // the peer was told that we leave
-	knows    bool // the peer knows that we leave
+	everSent         bool
+	sentAt           time.Duration
+	due              time.Duration  // when the next packet leaves, as last computed
+	seq              uint64         // number of the latest packet; 0 is none
+	ring             [window]uint64 // by slot of upto: the number of its packet
+	upto             []uint64       // window × sections: the mark that a packet makes complete
+	acked            []uint64       // per section: the mark that the peer acknowledged
+	refused          []bool         // per section: the latest acknowledgement was a refusal
+	sentUpto         []uint64       // per section: the highest mark that was sent
+	ackSeen          uint64         // highest number that the peer acknowledged
+	bitsSeen         uint64         // bit i: packet ackSeen-i was acknowledged
+	echo             time.Duration  // own clock: the latest sent stamp of ours that the peer echoed
+	hearsAt          time.Duration  // own clock: when the peer last heard us, as far as we know; see hearing
+	unechoed         time.Duration  // own clock: all packets before this have an echo; 0 if all packets have one
+	unechoedAskAt    time.Duration  // own clock: when the first packet left that wants an answer and has no echo; 0 is none
+	unansweredSince  time.Duration  // own clock: when the first packet left that wants an answer, since the peer was heard; 0 is none
+	restAt           time.Duration  // when the next packet leaves if there is nothing to say
+	announcedRest    time.Duration  // the rest that our latest packet announced
+	maxAnnouncedRest time.Duration  // the longest rest that packets without an echo announced
+	wallAt           time.Duration  // no wall-clock stamp is sent before this
+	introAt          time.Duration  // when the next introduction is due
+	met              bool           // the peer has echoed a stamp of ours
+	lost             bool
+	leaveSent        bool // the peer was told that we leave
+	leaveAcked       bool // the peer knows that we leave
 
 	rtt   rttFilter
 	delay delayProbe
@@ -174,10 +174,12 @@ func (p *peer) hears(now, silence time.Duration) bool {
 }
 
 // restful reports whether one side of the pair rests, or did when the other was last heard.
-func (p *peer) restful() bool { return max(p.rest, p.mine) > 0 }
+func (p *peer) restful() bool { return max(p.rest, p.maxAnnouncedRest) > 0 }
 
 // deaf reports that the peer has owed us an answer for silence. Other packets of it may still come.
-func (p *peer) deaf(now, silence time.Duration) bool { return p.asked != 0 && now-p.asked >= silence }
+func (p *peer) deaf(now, silence time.Duration) bool {
+	return p.unechoedAskAt != 0 && now-p.unechoedAskAt >= silence
+}
 
 // away reports that it is of no use to ask the peer any more.
 func (p *peer) away(now, silence time.Duration) bool {
@@ -186,16 +188,16 @@ func (p *peer) away(now, silence time.Duration) bool {
 
 // silent reports whether the peer is overdue by silence, or has owed an answer for as long.
 func (p *peer) silent(now, silence time.Duration) bool {
-	return now-p.heardAt >= silence+p.rest || p.waits != 0 && now-p.waits >= silence
+	return now-p.heardAt >= silence+p.rest || p.unansweredSince != 0 && now-p.unansweredSince >= silence
 }
 
 // asks notes that a packet leaves now that wants an answer.
 func (p *peer) asks(now time.Duration) {
-	if p.asked == 0 {
-		p.asked = now
+	if p.unechoedAskAt == 0 {
+		p.unechoedAskAt = now
 	}
-	if p.waits == 0 {
-		p.waits = now
+	if p.unansweredSince == 0 {
+		p.unansweredSince = now
 	}
 }
 
@@ -207,12 +209,12 @@ func (p *peer) hearing(now, echo, keepAlive time.Duration) {
 	p.echo = max(p.echo, echo)
 	switch {
 	case p.echo >= p.sentAt:
-		p.unechoed, p.mine = 0, p.promise
+		p.unechoed, p.maxAnnouncedRest = 0, p.announcedRest
 	case p.unechoed != 0 && p.unechoed <= p.echo:
 		p.unechoed = p.echo
 	}
-	if p.asked <= p.echo {
-		p.asked = 0
+	if p.unechoedAskAt <= p.echo {
+		p.unechoedAskAt = 0
 	}
 	p.hearsAt = max(p.hearsAt, p.echo)
 	if p.restful() {

@@ -262,7 +262,7 @@ func TestDepartures(t *testing.T) {
 	if len(a.left) != 1 {
 		t.Errorf("said %d times", len(a.left))
 	}
-	if out := a.departures(now+mournFor, nil, 1000); len(out) != 0 || len(a.left) != 0 {
+	if out := a.departures(now+departureKeep, nil, 1000); len(out) != 0 || len(a.left) != 0 {
 		t.Errorf("%x after a minute", out)
 	}
 	before := a.refused(Introduction)

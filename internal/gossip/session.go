@@ -23,7 +23,7 @@ const (
 	introAddrs          = 32 // most addresses of others in one introduction
 	wallEvery           = 250 * time.Millisecond
 	tellEvery           = 10 * time.Millisecond // least time between two refusals, to all together
-	stayFor             = 10 * time.Second      // longest time that the address of a peer is protected; see receive
+	addrProtection      = 10 * time.Second      // longest time that the address of a peer is protected; see receive
 	retireAfter         = 10 * time.Minute      // after so long without a packet, a lost peer makes room for a newcomer
 	retiredIncarnations = 1024
 )
@@ -314,8 +314,8 @@ func (s *Session) dueAt(now time.Duration, p *peer) time.Duration {
 		if !p.restful() {
 			s.lookAt = min(s.lookAt, p.hearsAt+s.silence())
 		}
-		if p.asked != 0 {
-			s.lookAt = min(s.lookAt, p.asked+s.silence())
+		if p.unechoedAskAt != 0 {
+			s.lookAt = min(s.lookAt, p.unechoedAskAt+s.silence())
 		}
 		return p.sentAt + s.cfg.Floor
 	}
@@ -323,7 +323,7 @@ func (s *Session) dueAt(now time.Duration, p *peer) time.Duration {
 	switch {
 	case p.restAt <= soon:
 		return p.restAt
-	case now < p.asksTil || s.asks(now, p):
+	case now < p.fullPaceUntil || s.asks(now, p):
 		return soon
 	case p.away(now, s.silence()):
 		return p.restAt
@@ -339,7 +339,7 @@ func (s *Session) late(p *peer) time.Duration {
 // asks reports whether we want p's keep-alives at the full pace: p has not heard us yet, owes us an
 // answer, is late, or a section needs it.
 func (s *Session) asks(now time.Duration, p *peer) bool {
-	return (!p.met || p.asked != 0 || now >= s.late(p)) && !p.away(now, s.silence()) || s.keeps(p)
+	return (!p.met || p.unechoedAskAt != 0 || now >= s.late(p)) && !p.away(now, s.silence()) || s.keeps(p)
 }
 
 func (s *Session) keeps(p *peer) bool {
@@ -444,14 +444,14 @@ func (s *Session) send(now time.Duration, wall int64, p *peer, actions []Action)
 		h.flags |= flagAsks
 	}
 	next := s.cfg.KeepAlive
-	if !asks && now >= p.asksTil {
+	if !asks && now >= p.fullPaceUntil {
 		next = s.restOf(now, p)
 		if h.rest = (next - s.cfg.KeepAlive + time.Millisecond - 1).Truncate(time.Millisecond); h.rest > 0 {
 			h.flags |= flagRests
 		}
 	}
-	if p.theirs > 0 {
-		h.echo, h.held = p.theirs, now-p.gotAt
+	if p.peerSent > 0 {
+		h.echo, h.held = p.peerSent, now-p.peerSentAt
 	}
 	for k, bits := range p.refuse {
 		if bits != 0 {
@@ -492,8 +492,8 @@ func (s *Session) send(now time.Duration, wall int64, p *peer, actions []Action)
 	}
 	s.arena = b
 	p.everSent, p.sentAt, p.owes = true, now, false
-	p.restAt, p.promise = now+next, h.rest
-	p.mine = max(p.mine, p.promise)
+	p.restAt, p.announcedRest = now+next, h.rest
+	p.maxAnnouncedRest = max(p.maxAnnouncedRest, p.announcedRest)
 	if p.unechoed == 0 {
 		p.unechoed = now
 	}
@@ -589,7 +589,7 @@ func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, 
 	p = s.byName[string(h.from)]
 	// A packet that is not to this incarnation does not move a peer that hears us to another
 	// address. Somebody may have passed on a packet that was sent to others.
-	if !ours && p != nil && p.incarnation.Incarnation == h.fromInc && p.met && now-p.hearsAt < min(s.silence(), stayFor)+p.rest {
+	if !ours && p != nil && p.incarnation.Incarnation == h.fromInc && p.met && now-p.hearsAt < min(s.silence(), addrProtection)+p.rest {
 		addr = p.addr
 	}
 	switch {
@@ -622,7 +622,7 @@ func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, 
 		if reason = p.receive(h.seq); reason != Accepted {
 			return p, reason, answer
 		}
-	} else if h.sent <= p.theirs && p.theirs > 0 {
+	} else if h.sent <= p.peerSent && p.peerSent > 0 {
 		return nil, Stale, answer // anybody can repeat a packet without a number
 	}
 	s.heard(now, ev.Wall, p, h, addr)
@@ -752,7 +752,7 @@ func nearer(a, b *peer) int {
 
 // retire ends a peer's incarnation for good and remembers that it is over.
 func (s *Session) retire(now time.Duration, p *peer) {
-	s.bury(p.incarnation)
+	s.retireIncarnation(p.incarnation)
 	s.back(p)
 	s.here--
 	delete(s.byName, p.incarnation.Name)
@@ -769,8 +769,8 @@ func (s *Session) retire(now time.Duration, p *peer) {
 	s.gone(now, p.incarnation)
 }
 
-// bury remembers that an incarnation is over.
-func (s *Session) bury(incarnation crdt.Replica) {
+// retireIncarnation remembers that an incarnation is over.
+func (s *Session) retireIncarnation(incarnation crdt.Replica) {
 	inc, ok := s.retired[incarnation.Name]
 	if !ok {
 		if len(s.oldest) == retiredIncarnations {
@@ -801,17 +801,17 @@ func (s *Session) back(p *peer) (was bool) {
 // heard notes that p is there, and the times in its header.
 func (s *Session) heard(now time.Duration, wall int64, p *peer, h *header, addr netip.AddrPort) {
 	back := s.back(p)
-	p.heardAt, p.waits = now, 0
+	p.heardAt, p.unansweredSince = now, 0
 	ours := h.toInc == s.cfg.Self.Incarnation && h.toName == s.selfName
-	if h.sent > p.theirs {
-		p.theirs, p.gotAt = h.sent, now
+	if h.sent > p.peerSent {
+		p.peerSent, p.peerSentAt = h.sent, now
 		p.addr = addr
 		if ours {
 			p.rest = min(h.rest, time.Duration(s.cfg.MaxPeers)*s.cfg.KeepAlive)
 		}
 	}
 	if ours && h.flags&flagAsks != 0 {
-		p.asksTil = now + askedFor*s.cfg.KeepAlive
+		p.fullPaceUntil = now + askedFor*s.cfg.KeepAlive
 	}
 	if p.at == nil || p.at.addr != addr || p.at.dropped {
 		p.at = s.book.learn(now, addr)
@@ -864,7 +864,7 @@ func (s *Session) merge(now time.Duration, p *peer, h *header, body []byte) {
 	if h.flags&flagElicits != 0 {
 		p.owes = true
 	}
-	c := crdt.Contact{From: p.incarnation, Now: now, Sent: h.sent, Echo: h.echo, Hears: p.hearsAt, Rest: max(p.rest, p.mine)}
+	c := crdt.Contact{From: p.incarnation, Now: now, Sent: h.sent, Echo: h.echo, Hears: p.hearsAt, Rest: max(p.rest, p.maxAnnouncedRest)}
 	for len(body) > 0 {
 		var id uint32
 		var block []byte
@@ -874,7 +874,7 @@ func (s *Session) merge(now time.Duration, p *peer, h *header, body []byte) {
 			continue
 		}
 		if id == blockLeft {
-			s.mourn(now, p, block)
+			s.mergeDepartures(now, p, block)
 			continue
 		}
 		k := s.find(id)

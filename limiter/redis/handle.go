@@ -40,7 +40,7 @@ type Handle struct {
 	taken      time.Time // when the latest tokens of ahead came
 	want       bool      // the prefetcher must fetch more
 	fetches    bool      // a fetch is in flight
-	owed       int       // tokens to give back to Redis
+	giveBack   int       // tokens to give back to Redis
 	prefetcher bool      // the prefetcher's goroutine runs
 	again      time.Time // no fetch begins before
 	failing    bool      // the latest fetch got no decision
@@ -227,7 +227,7 @@ func (h *Handle) leave(n int) {
 // dissolve gives spare tokens back when no caller waits any more. The caller holds mu.
 func (h *Handle) dissolve() {
 	if h.spare > 0 {
-		h.owed, h.spare = h.owed+h.spare, 0
+		h.giveBack, h.spare = h.giveBack+h.spare, 0
 		h.send()
 	}
 }
@@ -276,38 +276,38 @@ func (h *Handle) Refund(n int) {
 	if !h.opened.IsZero() && time.Since(h.opened) < fresh {
 		return
 	}
-	h.owed += n
+	h.giveBack += n
 	h.send()
 }
 
 // send starts the prefetcher if it does not run. The caller holds mu.
 func (h *Handle) send() {
 	if !h.prefetcher {
-		h.prefetcher = h.store.run(h.carry)
+		h.prefetcher = h.store.run(h.prefetch)
 	}
 }
 
-// carry is the prefetcher. It fetches tokens for Admit and gives owed tokens back, until
+// prefetch is the prefetcher. It fetches tokens for Admit and gives owed tokens back, until
 // there is nothing to do.
-func (h *Handle) carry() {
+func (h *Handle) prefetch() {
 	for {
-		back, least, most, ok := h.errand()
+		back, least, most, ok := h.nextFetch()
 		if !ok {
 			return
 		}
 		a, err := h.store.ask(h, least, most, back)
-		h.deliver(a, err, most > 0)
+		h.fetched(a, err, most > 0)
 	}
 }
 
-func (h *Handle) errand() (back, least, most int, ok bool) {
+func (h *Handle) nextFetch() (back, least, most int, ok bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if h.owed == 0 && !h.want {
+	if h.giveBack == 0 && !h.want {
 		h.prefetcher = false
 		return 0, 0, 0, false
 	}
-	back, h.owed = h.owed, 0
+	back, h.giveBack = h.giveBack, 0
 	if h.want {
 		h.want, h.fetches = false, true
 		most = max(h.batch-h.ahead, 1)
@@ -316,7 +316,7 @@ func (h *Handle) errand() (back, least, most int, ok bool) {
 	return back, least, most, true
 }
 
-func (h *Handle) deliver(a answer, err error, fetched bool) {
+func (h *Handle) fetched(a answer, err error, fetched bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if err == nil {

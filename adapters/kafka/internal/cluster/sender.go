@@ -21,20 +21,20 @@ import (
 // A Sender writes single records, each confirmed, by an idempotent producer. It is
 // safe for concurrent use.
 type Sender struct {
-	Client   sarama.Client
-	producer sarama.SyncProducer
-	slots    chan struct{} // a token for each write that a caller waits for
-	Squeezes bool          // the producer compresses
-	limit    int           // largest record of a topic whose limit is not known, in bytes
+	Client     sarama.Client
+	producer   sarama.SyncProducer
+	slots      chan struct{} // a token for each write that a caller waits for
+	Compresses bool          // the producer compresses
+	limit      int           // largest record of a topic whose limit is not known, in bytes
 
 	sizes   sync.Mutex
 	largest map[string]int       // largest record of each topic, in bytes
 	looked  map[string]time.Time // when a topic was last asked for its limit again
 
-	mu      sync.Mutex
-	closed  bool
-	givenUp map[place]int // writes under way that no caller waits for any more
-	writes  sync.WaitGroup
+	mu        sync.Mutex
+	closed    bool
+	abandoned map[place]int // writes under way that no caller waits for any more
+	writes    sync.WaitGroup
 }
 
 // place is a partition that is written to.
@@ -77,7 +77,7 @@ func NewSender(client sarama.Client, largest map[string]int) (*Sender, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Sender{Client: client, producer: producer, slots: make(chan struct{}, maxWrites), givenUp: make(map[place]int), limit: limit, largest: maps.Clone(largest), looked: make(map[string]time.Time), Squeezes: squeezes}, nil
+	return &Sender{Client: client, producer: producer, slots: make(chan struct{}, maxWrites), abandoned: make(map[place]int), limit: limit, largest: maps.Clone(largest), looked: make(map[string]time.Time), Compresses: squeezes}, nil
 }
 
 // lookAgain is how often a topic's limit is asked for, while a record is above it.
@@ -130,7 +130,7 @@ var errNotCompressed = errors.New("kafka: it is not compressed, and its topic's 
 // Fits refuses a message that its topic cannot take.
 func (s *Sender) Fits(ctx context.Context, m *sarama.ProducerMessage) error {
 	n := m.ByteSize(2) + batchOverhead
-	if s.Squeezes {
+	if s.Compresses {
 		if limit := s.Client.Config().Producer.MaxMessageBytes; n > limit {
 			return &dlq.TooLargeError{Size: n, Max: limit}
 		}
@@ -153,7 +153,7 @@ func (s *Sender) Refused(m *sarama.ProducerMessage, err error) error {
 		return nil
 	}
 	n := m.ByteSize(2) + batchOverhead
-	if s.Squeezes { // the size that would fit is not known
+	if s.Compresses { // the size that would fit is not known
 		return &dlq.TooLargeError{Err: fmt.Errorf("kafka: %d bytes, compressed: %w", n, err)}
 	}
 	return &dlq.TooLargeError{Size: n, Max: s.most(m.Topic), Err: err}
@@ -173,7 +173,7 @@ func (s *Sender) Send(ctx context.Context, m *sarama.ProducerMessage) (int64, er
 	defer func() { <-s.slots }()
 	to := place{m.Topic, m.Partition}
 	s.mu.Lock()
-	waits := s.givenUp[to] > 0 && !s.closed
+	waits := s.abandoned[to] > 0 && !s.closed
 	s.mu.Unlock()
 	if waits {
 		return -1, fmt.Errorf("kafka: the broker has not answered an earlier write to partition %d of %s", to.partition, to.topic)
@@ -197,8 +197,8 @@ func (s *Sender) Send(ctx context.Context, m *sarama.ProducerMessage) (int64, er
 		if answered = true; !givenUp {
 			return
 		}
-		if s.givenUp[to]--; s.givenUp[to] == 0 {
-			delete(s.givenUp, to)
+		if s.abandoned[to]--; s.abandoned[to] == 0 {
+			delete(s.abandoned, to)
 		}
 	}()
 	select {
@@ -209,7 +209,7 @@ func (s *Sender) Send(ctx context.Context, m *sarama.ProducerMessage) (int64, er
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if givenUp = !answered; givenUp {
-		s.givenUp[to]++
+		s.abandoned[to]++
 	}
 	return -1, context.Cause(ctx)
 }
@@ -219,7 +219,7 @@ func (s *Sender) underWay() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	n := len(s.slots)
-	for _, more := range s.givenUp {
+	for _, more := range s.abandoned {
 		n += more
 	}
 	return n

@@ -39,7 +39,7 @@ func (noClient) Close() error { return nil }
 func TestWritesThatWereGivenUp(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := &hangingProducer{answers: make(chan struct{})}
-		s := &Sender{Client: noClient{}, producer: p, slots: make(chan struct{}, maxWrites), givenUp: make(map[place]int)}
+		s := &Sender{Client: noClient{}, producer: p, slots: make(chan struct{}, maxWrites), abandoned: make(map[place]int)}
 		send := func(topic string, partition int32) (time.Duration, error) {
 			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 			defer cancel()
@@ -73,7 +73,7 @@ func TestWritesThatWereGivenUp(t *testing.T) {
 func TestWriteAfterAnAnswer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := &hangingProducer{answers: make(chan struct{})}
-		s := &Sender{Client: noClient{}, producer: p, slots: make(chan struct{}, maxWrites), givenUp: make(map[place]int)}
+		s := &Sender{Client: noClient{}, producer: p, slots: make(chan struct{}, maxWrites), abandoned: make(map[place]int)}
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		if _, err := s.Send(ctx, &sarama.ProducerMessage{Topic: "hangs"}); !errors.Is(err, context.DeadlineExceeded) {

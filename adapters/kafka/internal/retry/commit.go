@@ -132,7 +132,7 @@ func (pt *Partition) commit() error {
 		}
 	}
 	if len(at) > 0 {
-		if err := pt.t.commit(pt.c, &pt.given, at); err != nil {
+		if err := pt.t.commit(pt.c, &pt.abandoned, at); err != nil {
 			return err
 		}
 		for _, l := range pt.levels {

@@ -69,7 +69,7 @@ func (pt *Partition) ParkedHandler(handle func(context.Context, *sarama.Consumer
 // not handled: to the guard that is no success and no failure.
 func (pt *Partition) first(ctx context.Context, p *Message) (handle bool, err error) {
 	for patient := p.level == 0 || pt.mayWait(p); ; {
-		f := pt.table.up(p, patient)
+		f := pt.table.decide(p, patient)
 		switch f.kind {
 		case fateHandle:
 			return true, nil
@@ -80,7 +80,7 @@ func (pt *Partition) first(ctx context.Context, p *Message) (handle bool, err er
 				continue
 			}
 			now := pt.t.Now()
-			p.back = min(max(f.due, now.Add(lookAgain).UnixMilli()), now.Add(lookAtLast).UnixMilli())
+			p.waitUntil = min(max(f.due, now.Add(lookAgain).UnixMilli()), now.Add(lookAtLast).UnixMilli())
 			return false, guard.Ignore(errFollows)
 		case fateAwait:
 			notify(pt.kick)
@@ -198,8 +198,8 @@ func (r port) Meta(p *Message) guard.Meta {
 // each time it counts as received and as returned.
 func (r port) Ack(p *Message) error {
 	l := r.levels[p.level-1]
-	if due := p.back; due > 0 {
-		p.back = 0
+	if due := p.waitUntil; due > 0 {
+		p.waitUntil = 0
 		r.push(p, due)
 		return guard.ErrTakenBack
 	}

@@ -53,10 +53,10 @@ type Partition struct {
 	replay int64 // the highest offset of a parked message that the claim delivers again; -1 for none
 	write  time.Duration
 
-	wake   chan struct{}
-	kick   chan struct{} // asks for a commit at once
-	broken func()        // called if a retry topic is another one: the claim must begin again
-	given  atomic.Bool   // the claim was left: nothing more is committed
+	wake      chan struct{}
+	kick      chan struct{} // asks for a commit at once
+	broken    func()        // called if a retry topic is another one: the claim must begin again
+	abandoned atomic.Bool   // the claim was left: nothing more is committed
 
 	reading, committing sync.WaitGroup
 	settled             chan struct{} // closed when no more messages will be settled

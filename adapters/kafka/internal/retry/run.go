@@ -79,6 +79,6 @@ func (pt *Partition) Stop(limit time.Duration) error {
 	if inTime {
 		return nil
 	}
-	pt.given.Store(true)
+	pt.abandoned.Store(true)
 	return fmt.Errorf("kafka: claim %s: the last commit of its retry topics is not confirmed: what was handled of them may be handled again", pt.c.Source)
 }

@@ -19,20 +19,20 @@ type origin struct {
 
 // entry is a message that is parked, or on its way.
 type entry struct {
-	origin origin
-	keyed  bool
-	level  int   // level of the retry topic that has it; 0: only the claim has it
-	at     int64 // offset in that topic; -1 unknown
-	moves  int   // how often it was written
-	next   int   // level that it is being written to; 0 for none
-	due    int64 // when it is to be handled, milliseconds
-	gone   bool  // removed from the table
+	origin    origin
+	keyed     bool
+	level     int   // level of the retry topic that has it; 0: only the claim has it
+	at        int64 // offset in that topic; -1 unknown
+	moves     int   // how often it was written
+	writingTo int   // level that it is being written to; 0 for none
+	due       int64 // when it is to be handled, milliseconds
+	gone      bool  // removed from the table
 }
 
 // where is the level that messages behind this one must go to.
 func (e *entry) where() int {
-	if e.next > 0 {
-		return e.next
+	if e.writingTo > 0 {
+		return e.writingTo
 	}
 	return e.level
 }
@@ -126,18 +126,18 @@ const (
 	fateFull            // the message must follow, and the table is full
 )
 
-// up decides about a message of the claim (level 0) or of a retry topic. patient says that the
+// decide decides about a message of the claim (level 0) or of a retry topic. patient says that the
 // message may wait: for the commit that frees its key, or in its retry topic for the message that
 // it would follow.
-func (t *table) up(p *Message, patient bool) fate {
+func (t *table) decide(p *Message, patient bool) fate {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	e := t.entries[p.origin]
 	switch {
 	case t.elsewhere(p, e):
 		return fate{kind: fateSettle}
-	case e != nil && e.next > 0: // finish a write that was begun, even if the key is free
-		return fate{kind: fateFollow, level: e.next}
+	case e != nil && e.writingTo > 0: // finish a write that was begun, even if the key is free
+		return fate{kind: fateFollow, level: e.writingTo}
 	case !p.keyed:
 		return fate{}
 	}
@@ -184,7 +184,7 @@ func (t *table) reserve(p *Message, next int, due int64) *entry {
 		e = t.add(p)
 		e.at = -1
 	}
-	e.next, e.due = next, due
+	e.writingTo, e.due = next, due
 	return e
 }
 
@@ -234,9 +234,9 @@ func (t *table) park(p *Message, next int, due int64) (level int, gone bool) {
 	switch {
 	case t.elsewhere(p, e):
 		return 0, true
-	case e != nil && e.next > 0: // an earlier try failed; this one is due later
+	case e != nil && e.writingTo > 0: // an earlier try failed; this one is due later
 		e.due = due
-		return e.next, false
+		return e.writingTo, false
 	case t.reserve(p, next, due) == nil:
 		return 0, false
 	}
@@ -248,11 +248,11 @@ func (t *table) dropped(p *Message) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	switch e := t.entries[p.origin]; {
-	case e == nil || e.next == 0:
+	case e == nil || e.writingTo == 0:
 	case e.level == 0:
 		t.remove(e)
 	default:
-		e.next = 0
+		e.writingTo = 0
 	}
 }
 
@@ -268,8 +268,8 @@ func (t *table) landed(p *Message, level int, at int64) {
 
 func (t *table) land(e *entry, level int, at int64, moves int) {
 	switch {
-	case e.next == level && moves == e.moves+1:
-		e.level, e.next, e.at, e.moves = level, 0, at, moves
+	case e.writingTo == level && moves == e.moves+1:
+		e.level, e.writingTo, e.at, e.moves = level, 0, at, moves
 	case e.level == level && e.at < 0 && moves == e.moves:
 		e.at = at
 	}
@@ -326,7 +326,7 @@ func (t *table) lost(level int, from, to int64) (n int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, e := range t.entries {
-		if e.level == level && e.next == 0 && e.at >= from && e.at < to {
+		if e.level == level && e.writingTo == 0 && e.at >= from && e.at < to {
 			t.remove(e)
 			n++
 		}

@@ -57,7 +57,7 @@ func (s *parkSim) start() {
 
 // handle is what the handlers of both sources do, up to the settling.
 func (s *parkSim) handle(p *Message) {
-	f := s.table.up(p, p.level > 0 && rapid.Bool().Draw(s.t, "patient"))
+	f := s.table.decide(p, p.level > 0 && rapid.Bool().Draw(s.t, "patient"))
 	switch f.kind {
 	case fateWait:
 		s.waiting[p.level-1] = append(s.waiting[p.level-1], p)
@@ -245,7 +245,7 @@ func TestTableKnowsWhatIsNoCopy(t *testing.T) {
 		{origin{6, 1, 7}, fateFollow},
 		{origin{6, 1, 8}, fateHandle},
 	} {
-		if f := table.up(&Message{origin: c.o, keyed: true, at: -1}, true); f.kind != c.want {
+		if f := table.decide(&Message{origin: c.o, keyed: true, at: -1}, true); f.kind != c.want {
 			t.Errorf("%+v: fate %d, want %d", c.o, f.kind, c.want)
 		}
 	}
@@ -254,15 +254,15 @@ func TestTableKnowsWhatIsNoCopy(t *testing.T) {
 	table.landed(q, 1, 1)
 	q.level, q.at = 1, 1
 	table.finish(q)
-	if f := table.up(&Message{origin: origin{7, 1, 7}, keyed: true, at: -1}, true); f.kind != fateAwait {
+	if f := table.decide(&Message{origin: origin{7, 1, 7}, keyed: true, at: -1}, true); f.kind != fateAwait {
 		t.Errorf("fate %d before its end is committed", f.kind)
 	}
 	ended := table.ended()
-	if f := table.up(&Message{origin: origin{7, 1, 7}, keyed: true, at: -1}, false); f.kind != fateFollow || f.level != 1 {
+	if f := table.decide(&Message{origin: origin{7, 1, 7}, keyed: true, at: -1}, false); f.kind != fateFollow || f.level != 1 {
 		t.Errorf("fate %+v of one that cannot wait", f)
 	}
 	table.free(ended) // it was parked again: not free
-	if f := table.up(&Message{origin: origin{8, 1, 7}, keyed: true, at: -1}, true); f.kind != fateFollow {
+	if f := table.decide(&Message{origin: origin{8, 1, 7}, keyed: true, at: -1}, true); f.kind != fateFollow {
 		t.Errorf("fate %d behind one that is on its way", f.kind)
 	}
 	if n := table.lost(1, 0, 100); n != 0 {
@@ -285,7 +285,7 @@ func TestTableKnowsTheLatestDue(t *testing.T) {
 		}
 	}
 	table.landed(first, 2, 0)
-	if f := table.up(second, true); f.kind != fateWait || f.due != 901 {
+	if f := table.decide(second, true); f.kind != fateWait || f.due != 901 {
 		t.Errorf("%+v", f)
 	}
 }
@@ -362,18 +362,18 @@ func TestTableTellsCopiesApart(t *testing.T) {
 	if !table.arrive(at(1, 1, 5, 2), true) || table.arrive(at(1, 1, 6, 2), true) {
 		t.Error("of one's own the first is to be taken")
 	}
-	if f := table.up(old, true); f.kind != fateSettle {
+	if f := table.decide(old, true); f.kind != fateSettle {
 		t.Errorf("fate %d of a copy that went on in its level", f.kind)
 	}
 	// A write that was begun is ended, also when nothing is in front any more.
 	table = newTable(10)
 	table.load(old)
 	next := at(2, 0, -1, 0)
-	if f := table.up(next, true); f.kind != fateFollow {
+	if f := table.decide(next, true); f.kind != fateFollow {
 		t.Fatalf("fate %d", f.kind)
 	}
 	table.finish(old)
-	if f := table.up(next, true); f.kind != fateFollow || f.level != 1 {
+	if f := table.decide(next, true); f.kind != fateFollow || f.level != 1 {
 		t.Errorf("fate %+v of one that may be there already", f)
 	}
 }
@@ -393,7 +393,7 @@ func TestTableDropsAWrite(t *testing.T) {
 	table.load(first)
 	table.load(parked)
 	for range 3 {
-		if f := table.up(large, false); f.kind != fateFollow || f.level != 1 {
+		if f := table.decide(large, false); f.kind != fateFollow || f.level != 1 {
 			t.Fatalf("fate %+v", f)
 		}
 		table.dropped(large)
@@ -401,7 +401,7 @@ func TestTableDropsAWrite(t *testing.T) {
 			t.Fatalf("%d in the table", n)
 		}
 	}
-	if f := table.up(parked, false); f.kind != fateFollow { // of a retry topic
+	if f := table.decide(parked, false); f.kind != fateFollow { // of a retry topic
 		t.Fatalf("fate %+v", f)
 	}
 	table.dropped(parked)
@@ -410,10 +410,10 @@ func TestTableDropsAWrite(t *testing.T) {
 		t.Error("what is parked is lost")
 	}
 	table.finish(first)
-	if f := table.up(large, false); f.kind != fateHandle {
+	if f := table.decide(large, false); f.kind != fateHandle {
 		t.Errorf("fate %+v", f)
 	}
-	if f := table.up(parked, false); f.kind != fateHandle {
+	if f := table.decide(parked, false); f.kind != fateHandle {
 		t.Errorf("fate %+v", f)
 	}
 }

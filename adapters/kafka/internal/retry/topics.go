@@ -209,7 +209,7 @@ func (t *Topics) write(ctx context.Context, p *Message, topic string) (int64, er
 		at, err = t.out.Send(ctx, m)
 	}
 	if err != nil {
-		if refused := t.out.Refused(m, err); refused != nil && t.out.Squeezes { // else the batch may be too large
+		if refused := t.out.Refused(m, err); refused != nil && t.out.Compresses { // else the batch may be too large
 			err = refused
 		}
 		return -1, fmt.Errorf("kafka: retry topic %s: %w", topic, err)

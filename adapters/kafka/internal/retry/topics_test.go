@@ -86,17 +86,17 @@ func TestWaitsNoLongerThanItIsInTheWay(t *testing.T) {
 	pt := newPartition(topics, Claim{Topic: "orders", Timeout: time.Minute, Log: slog.New(slog.DiscardHandler)})
 	pt.table.load(first)
 	pt.table.load(second)
-	if handle, _ := pt.first(t.Context(), second); handle || second.back <= now || second.back > time.Now().Add(lookAtLast).UnixMilli() {
-		t.Errorf("handle %t, waits until %d, now is %d", handle, second.back, now)
+	if handle, _ := pt.first(t.Context(), second); handle || second.waitUntil <= now || second.waitUntil > time.Now().Add(lookAtLast).UnixMilli() {
+		t.Errorf("handle %t, waits until %d, now is %d", handle, second.waitUntil, now)
 	}
 	pt.mu.Lock()
 	pt.levels[0].read = offsets.MaxAhead / 2
 	pt.mu.Unlock()
-	second.back = 0
+	second.waitUntil = 0
 	handle, _ := pt.first(t.Context(), second)
 	n, err := client.GetOffset(pt.levels[1].name, 0, sarama.OffsetNewest)
-	if handle || second.back > 0 || n != 1 || err != nil {
-		t.Errorf("handle %t, waits until %d, %d records at the next level, %v", handle, second.back, n, err)
+	if handle || second.waitUntil > 0 || n != 1 || err != nil {
+		t.Errorf("handle %t, waits until %d, %d records at the next level, %v", handle, second.waitUntil, n, err)
 	}
 }
 
@@ -118,7 +118,7 @@ func TestWaitsNoLongerThanItsTopicKeepsIt(t *testing.T) {
 	}
 	pt.table.load(first)
 	pt.table.load(second)
-	if handle, _ := pt.first(t.Context(), second); handle || second.back > 0 || end(pt.levels[1].name) != 1 {
-		t.Errorf("handle %t, waits until %d, %d records at its level", handle, second.back, end(pt.levels[1].name))
+	if handle, _ := pt.first(t.Context(), second); handle || second.waitUntil > 0 || end(pt.levels[1].name) != 1 {
+		t.Errorf("handle %t, waits until %d, %d records at its level", handle, second.waitUntil, end(pt.levels[1].name))
 	}
 }

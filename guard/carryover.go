@@ -17,15 +17,15 @@ import (
 // an operator resumes the source.
 const keepFor = 2 * time.Hour
 
-// kept is what a source inherits from its previous epoch. A channel or a claim that comes and
+// onDisk is what a source inherits from its previous epoch. A channel or a claim that comes and
 // goes must not refill the DLQ budget, begin the guesses of an outage anew, or undo an operator's
 // pause. It must not call a dependency that asked for time (Backoff) too early, either.
-type kept struct {
+type carryOver struct {
 	budget    *credit.Budget     // nil if only the pause is remembered
 	cfg       dlq.BudgetConfig   // the settings of budget
 	guesses   int                // machine.guesses
 	guessedAt time.Duration      // machine.guessedAt
-	stillAt   time.Duration      // machine.stillAt
+	stillAt   time.Duration      // machine.stoodStillAt
 	suspects  map[string]suspect // machine.suspects
 	flaky     flakiness          // needed to judge the attempts of the suspects
 	paused    bool
@@ -40,7 +40,7 @@ type kept struct {
 }
 
 // keep remembers a source that has ended.
-func (g *Guard) keep(name string, k kept) {
+func (g *Guard) keep(name string, k carryOver) {
 	g.mu.Lock()
 	g.kept[name] = k
 	g.mu.Unlock()
@@ -48,7 +48,7 @@ func (g *Guard) keep(name string, k kept) {
 }
 
 // recall returns what is remembered of a source's name, and forgets it.
-func (g *Guard) recall(name string) kept {
+func (g *Guard) recall(name string) carryOver {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	k := g.kept[name]
@@ -65,7 +65,7 @@ func (g *Guard) forget(now time.Duration) {
 		switch {
 		case now-k.at < keepFor:
 		case k.paused && now < k.pauseEnds:
-			g.kept[name] = kept{paused: true, pauseEnds: k.pauseEnds, at: k.at, restart: k.restart}
+			g.kept[name] = carryOver{paused: true, pauseEnds: k.pauseEnds, at: k.at, restart: k.restart}
 		default:
 			delete(g.kept, name)
 		}
@@ -79,14 +79,14 @@ func (g *Guard) forget(now time.Duration) {
 
 // keepLocked returns what the next epoch inherits. The budget is a continuation: readers of this
 // source still have the old one. The suspects are shared with the machine.
-func (s *Source[M]) keepLocked(now time.Duration) kept {
+func (s *Source[M]) keepLocked(now time.Duration) carryOver {
 	s.c.earn()
-	k := kept{
+	k := carryOver{
 		budget: s.c.budget.Continue(), cfg: s.c.policy.Budget, paused: s.c.paused, pauseEnds: s.c.pauseEnds,
-		suspects: freshSuspects(now, s.c.suspects), flaky: s.c.flaky, stillAt: s.c.stillAt, succeeded: s.c.elsewhere.own.Load(), at: now,
+		suspects: freshSuspects(now, s.c.suspects), flaky: s.c.flaky, stillAt: s.c.stoodStillAt, succeeded: s.c.elsewhere.own.Load(), at: now,
 	}
 	k.flaky.seen = 0 // the next epoch counts anew
-	if s.c.life() == s.c.guessLuck {
+	if s.c.life() == s.c.lifeAtGuess {
 		k.guesses, k.guessedAt = s.c.guesses, s.c.guessedAt
 	}
 	// A shorter time may be a Backoff of no time, which adapters use to say that no attempt was made.
@@ -113,13 +113,13 @@ func besides(from parent) func() uint64 {
 }
 
 // resumeLocked takes over what the previous epoch left. A budget with other settings begins anew.
-func (s *Source[M]) resumeLocked(now time.Duration, k kept) {
+func (s *Source[M]) resumeLocked(now time.Duration, k carryOver) {
 	s.c.paused, s.c.pauseEnds = k.paused, k.pauseEnds // the sweeper ends a pause whose time is over
-	s.c.guesses, s.c.guessedAt, s.c.stillAt = k.guesses, k.guessedAt, k.stillAt
+	s.c.guesses, s.c.guessedAt, s.c.stoodStillAt = k.guesses, k.guessedAt, k.stillAt
 	s.c.asked, s.c.askedFor, s.c.askedText = k.asked, k.askedFor, k.askedText
 	s.c.suspects, s.c.flaky = k.suspects, k.flaky
 	s.c.elsewhere.own.Store(k.succeeded)
-	s.c.guessLuck = s.c.born
+	s.c.lifeAtGuess = s.c.born
 	if k.budget != nil && k.cfg == s.c.policy.Budget {
 		s.c.budget = k.budget
 	}

@@ -36,7 +36,7 @@ const (
 	putOffMax = time.Second
 )
 
-// letterbox is the dispatcher: it writes the dead letters of all sources that share a writer, one
+// dispatcher is the dispatcher: it writes the dead letters of all sources that share a writer, one
 // after the other. It is also the breaker of that writer. Its goroutine ends when no letter is
 // left. A write that takes longer than writeSlow goes on beside the writes of other sources.
 //
@@ -46,7 +46,7 @@ const (
 // written meanwhile, but after writeTries failed writes in a row all wait.
 //
 // Ill sources, whose writes may take writeTimeout, and the other sources take turns.
-type letterbox struct {
+type dispatcher struct {
 	g      *Guard
 	writer dlq.Writer
 	own    bool // the dispatcher has one source only, which parks
@@ -145,7 +145,7 @@ func (w *bench) end(now time.Duration, queue *fifo[postable]) (over bool) {
 type postable interface {
 	// record makes the dead letter. The error is [ErrClosed] if the source has ended.
 	record() (*dlq.Record, error)
-	// park parks the message for another try. parked is false if it is to be dead-lettered.
+	// waitRetry parks the message for another try. parked is false if it is to be dead-lettered.
 	park(ctx context.Context, r *dlq.Record) (parked bool, err error)
 	// confirmed tells the source that the letter is written, or the message parked.
 	confirmed(ctx context.Context, parked bool)
@@ -169,14 +169,14 @@ type letterFrom struct {
 	class Class // of the message's last error
 }
 
-func newLetterbox(g *Guard, w dlq.Writer, own bool) *letterbox {
-	b := &letterbox{g: g, writer: w, own: own, users: 1, more: make(chan struct{}, 1)}
+func newDispatcher(g *Guard, w dlq.Writer, own bool) *dispatcher {
+	b := &dispatcher{g: g, writer: w, own: own, users: 1, more: make(chan struct{}, 1)}
 	b.begin()
 	return b
 }
 
 // begin resets the dispatcher to its state without letters.
-func (b *letterbox) begin() {
+func (b *dispatcher) begin() {
 	b.down, b.ill, b.slow = make(map[string]struct{}), make(map[string]struct{}), make(map[string]bool)
 	b.ails, b.waits = make(map[string]ailment), make(map[string]error)
 	b.failed, b.refused, b.putOffs = newBench(writeMax), newBench(writeMax), newBench(putOffMax)
@@ -184,9 +184,9 @@ func (b *letterbox) begin() {
 	b.running, b.unsort, b.wasIll, b.broken, b.row = false, false, false, false, 0
 }
 
-func (b *letterbox) benches() [3]*bench { return [...]*bench{&b.failed, &b.refused, &b.putOffs} }
+func (b *dispatcher) benches() [3]*bench { return [...]*bench{&b.failed, &b.refused, &b.putOffs} }
 
-func (b *letterbox) post(l postable) {
+func (b *dispatcher) post(l postable) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	ended, _ := l.ends()
@@ -207,7 +207,7 @@ func (b *letterbox) post(l postable) {
 
 // sourceEnds gives letters back to a source that ends; backLocked decides which. It does not wait
 // for the writer.
-func (b *letterbox) sourceEnds() {
+func (b *dispatcher) sourceEnds() {
 	b.mu.Lock()
 	b.sortLocked()
 	back := b.back
@@ -222,7 +222,7 @@ func (b *letterbox) sourceEnds() {
 }
 
 // countLocked is how many letters there are, without those at the writer.
-func (b *letterbox) countLocked() int {
+func (b *dispatcher) countLocked() int {
 	n := b.well.len() + b.sick.len() + b.back.len() + len(b.behind)
 	for _, w := range b.benches() {
 		n += len(w.others) + len(w.tried)
@@ -231,7 +231,7 @@ func (b *letterbox) countLocked() int {
 }
 
 // ready is nil unless letters fail. The error names the source whose letters have failed longest.
-func (b *letterbox) ready() error {
+func (b *dispatcher) ready() error {
 	b.mu.Lock()
 	source, err := b.worstLocked()
 	others := len(b.ails) - 1
@@ -246,7 +246,7 @@ func (b *letterbox) ready() error {
 }
 
 // trouble is why the letters of a source are not written, nil if they are.
-func (b *letterbox) trouble(source string) error {
+func (b *dispatcher) trouble(source string) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	err := b.ails[source].err
@@ -257,7 +257,7 @@ func (b *letterbox) trouble(source string) error {
 }
 
 // worstLocked is the source whose letters have failed longest, and why.
-func (b *letterbox) worstLocked() (source string, err error) {
+func (b *dispatcher) worstLocked() (source string, err error) {
 	var since time.Duration
 	for name, a := range b.ails {
 		if err == nil || a.since < since || a.since == since && name < source {
@@ -268,7 +268,7 @@ func (b *letterbox) worstLocked() (source string, err error) {
 }
 
 // putOff is why the writer has put off letters of a source, nil if it has not.
-func (b *letterbox) putOff(source string) error {
+func (b *dispatcher) putOff(source string) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.waits[source]
@@ -299,9 +299,9 @@ func answerOf(err error) answer {
 	return broken
 }
 
-// noted records the answer to a write. It returns why letters of the source failed before (was),
+// historyBytes records the answer to a write. It returns why letters of the source failed before (was),
 // and why they fail now (is).
-func (b *letterbox) noted(l postable, what answer, err error) (was, is ailment) {
+func (b *dispatcher) recordAnswer(l postable, what answer, err error) (was, is ailment) {
 	now := b.g.now()
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -333,7 +333,7 @@ func (b *letterbox) noted(l postable, what answer, err error) (was, is ailment) 
 }
 
 // ailsLocked records why letters of a source fail.
-func (b *letterbox) ailsLocked(now time.Duration, source string, err error) {
+func (b *dispatcher) ailsLocked(now time.Duration, source string, err error) {
 	a := b.ails[source]
 	if a.err == nil {
 		a.since = now
@@ -345,7 +345,7 @@ func (b *letterbox) ailsLocked(now time.Duration, source string, err error) {
 // forget drops a letter whose source has ended or has taken it back. The answer to the letter
 // still counts for the others. If it was the source's last failing letter, forget logs the end of
 // what tell has logged: this process no longer waits for the DLQ.
-func (b *letterbox) forget(l postable, what answer) {
+func (b *dispatcher) forget(l postable, what answer) {
 	b.mu.Lock()
 	was := b.ails[l.source()]
 	b.dropLocked(l, nil)
@@ -362,7 +362,7 @@ func (b *letterbox) forget(l postable, what answer) {
 }
 
 // answeredLocked records what an answer says about a source and the writer.
-func (b *letterbox) answeredLocked(l postable, what answer) {
+func (b *dispatcher) answeredLocked(l postable, what answer) {
 	switch what {
 	case written:
 		b.broken = false
@@ -380,13 +380,13 @@ func (b *letterbox) answeredLocked(l postable, what answer) {
 }
 
 // breakLocked records that the writer may be broken.
-func (b *letterbox) breakLocked() {
+func (b *dispatcher) breakLocked() {
 	b.unsort = b.unsort || !b.broken
 	b.broken = true
 }
 
 // endLocked ends the pauses whose time is over, and tells whether it ended that of failed.
-func (b *letterbox) endLocked(now time.Duration) (failed bool) {
+func (b *dispatcher) endLocked(now time.Duration) (failed bool) {
 	if failed = b.failed.end(now, &b.well); failed {
 		clear(b.down)
 	}
@@ -397,7 +397,7 @@ func (b *letterbox) endLocked(now time.Duration) (failed bool) {
 
 // dropLocked takes a letter from all benches but one. A source has no ailment any more once none
 // of its letters fails.
-func (b *letterbox) dropLocked(l postable, but *bench) {
+func (b *dispatcher) dropLocked(l postable, but *bench) {
 	for _, w := range b.benches() {
 		if w != but {
 			w.drop(l)
@@ -416,7 +416,7 @@ func (b *letterbox) dropLocked(l postable, but *bench) {
 // that was put off goes back: the writer may not take it in time. If the source was revoked, a
 // letter that fails or is behind a slow write goes back, too: it would keep a whole consumer group
 // waiting. While the writer is broken, all letters of a revoked source go back untried.
-func (b *letterbox) backLocked(l postable) bool {
+func (b *dispatcher) backLocked(l postable) bool {
 	ended, revoked := l.ends()
 	if !ended {
 		return false
@@ -429,7 +429,7 @@ func (b *letterbox) backLocked(l postable) bool {
 }
 
 // sortLocked moves the letters that go back to their sources into back.
-func (b *letterbox) sortLocked() {
+func (b *dispatcher) sortLocked() {
 	b.unsort = false
 	goes := func(l postable) bool {
 		if !b.backLocked(l) {
@@ -462,7 +462,7 @@ type turn struct {
 }
 
 // next returns the next turn: if possible, with a letter that need not wait.
-func (b *letterbox) next(ctx context.Context) (t turn) {
+func (b *dispatcher) next(ctx context.Context) (t turn) {
 	now := b.g.now()
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -510,7 +510,7 @@ func (b *letterbox) next(ctx context.Context) (t turn) {
 
 // takeLocked takes the first letter of an ill source, or of one that is not ill, nil if there is
 // none.
-func (b *letterbox) takeLocked(ill bool) postable {
+func (b *dispatcher) takeLocked(ill bool) postable {
 	from, other := &b.well, &b.sick
 	if ill {
 		from, other = other, from
@@ -538,7 +538,7 @@ func (b *letterbox) takeLocked(ill bool) postable {
 }
 
 // slowLocked is how many slow writes are not late: with ill those of ill sources, else all.
-func (b *letterbox) slowLocked(ill bool) (n int) {
+func (b *dispatcher) slowLocked(ill bool) (n int) {
 	for source, late := range b.slow {
 		if _, is := b.ill[source]; !late && (is || !ill) {
 			n++
@@ -548,7 +548,7 @@ func (b *letterbox) slowLocked(ill bool) (n int) {
 }
 
 // hurryLocked lets the next letters of a source be written, because its slow write is over.
-func (b *letterbox) hurryLocked(source string) {
+func (b *dispatcher) hurryLocked(source string) {
 	delete(b.slow, source)
 	for b.well.len() > 0 {
 		b.behind = append(b.behind, b.well.pop())
@@ -561,18 +561,18 @@ func (b *letterbox) hurryLocked(source string) {
 
 // retireLocked makes the Guard forget a dispatcher that no source uses and that writes nothing. A
 // dispatcher that still writes stays, so that the writer's next source uses the same one.
-func (b *letterbox) retireLocked() {
+func (b *dispatcher) retireLocked() {
 	if b.running {
 		return
 	}
 	b.g.mu.Lock()
 	defer b.g.mu.Unlock()
 	if b.users == 0 {
-		b.g.boxes = slices.DeleteFunc(b.g.boxes, func(other *letterbox) bool { return other == b })
+		b.g.dispatchers = slices.DeleteFunc(b.g.dispatchers, func(other *dispatcher) bool { return other == b })
 	}
 }
 
-func (b *letterbox) run(ctx context.Context) {
+func (b *dispatcher) run(ctx context.Context) {
 	for {
 		switch t := b.next(ctx); {
 		case t.over:
@@ -590,7 +590,7 @@ func (b *letterbox) run(ctx context.Context) {
 }
 
 // wait waits until there is more to do, or until the time then, if it is not 0.
-func (b *letterbox) wait(ctx context.Context, then time.Duration) {
+func (b *dispatcher) wait(ctx context.Context, then time.Duration) {
 	var pause <-chan time.Time
 	if then > 0 {
 		pause = time.After(then - b.g.now())
@@ -617,7 +617,7 @@ type writing struct {
 
 // deliver writes a letter. A write that takes longer than writeSlow goes on by itself; when it is
 // over, next returns it as done.
-func (b *letterbox) deliver(ctx context.Context, l postable) {
+func (b *dispatcher) deliver(ctx context.Context, l postable) {
 	w, over := &writing{l: l}, make(chan struct{})
 	go func() { // run does not end before this goroutine
 		defer close(over)
@@ -664,7 +664,7 @@ func (b *letterbox) deliver(ctx context.Context, l postable) {
 }
 
 // finish takes the result of a write.
-func (b *letterbox) finish(w *writing) {
+func (b *dispatcher) finish(w *writing) {
 	l, err := w.l, w.err
 	switch {
 	case err == nil:
@@ -684,14 +684,14 @@ func (b *letterbox) finish(w *writing) {
 		b.forget(l, what)
 		return
 	}
-	if was, is := b.noted(l, what, err); (was.err == nil) != (is.err == nil) {
+	if was, is := b.recordAnswer(l, what, err); (was.err == nil) != (is.err == nil) {
 		b.tell(l.from(), was, is)
 	}
 }
 
 // tell logs that the writer fails for a source, or works again. While it fails, the source holds
 // its dead letters, and its order holds the messages behind them.
-func (b *letterbox) tell(from letterFrom, was, is ailment) {
+func (b *dispatcher) tell(from letterFrom, was, is ailment) {
 	now, err := b.g.now(), is.err
 	if err == nil {
 		b.g.journal.say(now, line{slog.LevelInfo, lineWriterWell, from.topic, true, []any{
@@ -722,7 +722,7 @@ var errWriteLate = errors.New("the call has not returned 5s after its context en
 
 // watch logs it if a write goes on after its context has ended. The caller calls done when the
 // write has returned.
-func (b *letterbox) watch(from letterFrom) (done func()) {
+func (b *dispatcher) watch(from letterFrom) (done func()) {
 	returned := false
 	late := time.AfterFunc(writeLate, func() {
 		now := b.g.now()
@@ -746,7 +746,7 @@ func (b *letterbox) watch(from letterFrom) (done func()) {
 
 // write writes one letter. A letter that is too large is trimmed and tried once more. span is the
 // write's context, for later measurements.
-func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) (span context.Context, parked bool, err error) {
+func (b *dispatcher) write(ctx context.Context, l postable, r *dlq.Record) (span context.Context, parked bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
 	returned := b.watch(l.from())
@@ -764,7 +764,7 @@ func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) (span 
 }
 
 // attempt calls the writer once.
-func (b *letterbox) attempt(ctx context.Context, l postable, r *dlq.Record) error {
+func (b *dispatcher) attempt(ctx context.Context, l postable, r *dlq.Record) error {
 	start := b.g.now()
 	err := apart("dead-letter writer", func() error { return b.writer.Write(ctx, r) })
 	l.wrote(ctx, b.g.now()-start, err)
@@ -808,7 +808,7 @@ type lostCallError struct {
 
 func (e *lostCallError) Error() string { return "guard: " + e.who + " " + e.what }
 
-// letter is a condemned item on its way to the writer.
+// letter is an item of machine.toWrite on its way to the writer.
 type letter[M any] struct {
 	s  *Source[M]
 	it *item[M]
