@@ -446,13 +446,14 @@ func (s *Source[M]) Update(p Policy) error {
 	}
 	var fixed problems
 	for name, same := range map[string]bool{
-		"Order":     next.Order == old.Order,
-		"Workers":   next.Workers == old.Workers,
-		"Breaker":   next.Breaker == old.Breaker,
-		"NoBreaker": next.NoBreaker == old.NoBreaker,
-		"Spill":     next.Spill == old.Spill,
-		"Storm":     next.Storm == old.Storm,
-		"Budget":    next.Budget == old.Budget,
+		"Order":       next.Order == old.Order,
+		"StrictOrder": next.StrictOrder == old.StrictOrder,
+		"Workers":     next.Workers == old.Workers,
+		"Breaker":     next.Breaker == old.Breaker,
+		"NoBreaker":   next.NoBreaker == old.NoBreaker,
+		"Spill":       next.Spill == old.Spill,
+		"Storm":       next.Storm == old.Storm,
+		"Budget":      next.Budget == old.Budget,
 	} {
 		if !same {
 			fixed.addf("Policy.%s: cannot change while the source %s runs", name, s.cfg.Name)

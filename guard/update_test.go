@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"reflect"
 	"slices"
 	"strconv"
 	"strings"
@@ -17,6 +18,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/dlq"
 )
 
 func TestUpdate(t *testing.T) {
@@ -47,6 +49,36 @@ func TestUpdate(t *testing.T) {
 		}
 		r.close()
 	})
+}
+
+// A changed field is in force after an Update without an error; otherwise the error names it.
+func TestUpdateLeavesNoFieldOut(t *testing.T) {
+	changed := Policy{
+		Order: OrderKey, StrictOrder: true, Workers: 2, Window: 7, WindowBytes: 1 << 20, Spill: true, Timeout: time.Second, NoTimeout: true,
+		Retry: Retry{Attempts: 9}, Ramp: Ramp{Off: true}, Breaker: breaker.Config{Base: time.Second}, NoBreaker: true,
+		Storm: dlq.StormConfig{Attempts: 7}, Budget: dlq.BudgetConfig{Off: true},
+	}
+	for i, field := range reflect.VisibleFields(reflect.TypeFor[Policy]()) {
+		bubble(t, field.Name, func(t *testing.T) {
+			value := reflect.ValueOf(changed).Field(i)
+			if value.IsZero() {
+				t.Fatal("the test changes no such field")
+			}
+			r := newRig(t, Policy{}, Limits{}, ok)
+			before := reflect.ValueOf(r.s.State().Settings).Field(i).Interface()
+			p := Policy{}
+			reflect.ValueOf(&p).Elem().Field(i).Set(value)
+			err := r.s.Update(p)
+			after := reflect.ValueOf(r.s.State().Settings).Field(i).Interface()
+			switch named := err != nil && strings.Contains(err.Error(), "Policy."+field.Name); {
+			case err == nil && after == before:
+				t.Errorf("%v is not in force, and Update gave no error", value)
+			case err != nil && (!named || after != before):
+				t.Errorf("%v, was %v: %v", after, before, err)
+			}
+			r.close()
+		})
+	}
 }
 
 // Settings from before an Update may be given back.
