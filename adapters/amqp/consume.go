@@ -48,10 +48,10 @@ import (
 // that went back before. So in a hold longer than the consumer timeout, the broker decides the
 // order.
 //
-// If nothing holds the source at that time, its handlers or [WithLimiter] are too slow for the
-// prefetch, and Consume halves the prefetch. The prefetch grows again when the source has become
-// faster. Consume also closes the channel when the unsettled deliveries take more than twice
-// Policy.WindowBytes. Then the next prefetch is the number of deliveries that fits into
+// If nothing holds the source when Consume closes the channel, its handlers or [WithLimiter] are
+// too slow for the prefetch, and Consume halves the prefetch. The prefetch grows again when the
+// source has become faster. Consume also closes the channel when the unsettled deliveries take more
+// than twice Policy.WindowBytes. Then the next prefetch is the number of deliveries that fits into
 // WindowBytes, at their mean size.
 //
 // Acks are coalesced: one frame acks all deliveries before the oldest unsettled one. A crash may
@@ -136,12 +136,12 @@ type consumer struct {
 	policy   guard.Policy
 	full     int  // the configured prefetch
 	prefetch int  // the prefetch of the next channel: lower while handlers are slow or messages large
-	tired    bool // a message has few deliveries left, so channels that probe take one message; see forward
+	tired    bool // a message has used half of its deliveries, so channels that probe take one message; see forward
 	handle   func(context.Context, amqp091.Delivery) error
 	rejects  *rejects
 	link     *link
 	version  [2]int
-	missing  int      // how often in a row the queue was not there
+	missing  int      // how often the queue was not there since the latest consumer began
 	consumed bool     // a consumer was started once, so that what the broker refuses now was allowed then
 	refused  logPacer // paces the line that says why there is no consumer
 

@@ -214,8 +214,8 @@ var errDLQClosed = errors.New("amqp: the dead-letter queue is closed")
 // [dlq.ErrPutOff], and nothing was sent. If ctx ends later, the letter may be there. Written again
 // within the same connection, it is not published a second time.
 //
-// Without a confirmation within 10 s, which double each time, the next write makes a new
-// connection. Then the letter may be there, too.
+// Without a confirmation within 10 s, which double each time up to 5 min, the write fails and the
+// next one makes a new connection. Then the letter may be there, too.
 func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	m, err := d.message(r)
 	if err != nil {

@@ -57,8 +57,8 @@ type epoch struct {
 const (
 	// lookEvery is how often the epoch looks whether the source would admit a message.
 	lookEvery = 100 * time.Millisecond
-	// queueTries is at which time in a row a missing queue is an [ErrQueueGone]: a broker that
-	// starts may not know the queue yet.
+	// queueTries is how many tries must miss the queue, without a consumer between them, before
+	// Consume returns [ErrQueueGone]: a broker that starts may not know the queue yet.
 	queueTries = 3
 	// returnPatience is how long awaitReturn waits at most.
 	returnPatience = 2 * time.Second

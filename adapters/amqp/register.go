@@ -199,9 +199,9 @@ type reader struct {
 	begun   bool
 }
 
-// attach opens a reader. A stream that was created a moment ago has no replica to read from. If a
-// node has no replica for replicaWait, attach closes the connection: the next connection may reach
-// another node.
+// attach opens a reader. It tries again while there is no replica to read from: a stream that was
+// created a moment ago has none yet. If a node has no replica for replicaWait, attach closes the
+// connection: the next connection may reach another node.
 func (r *Register) attach(ctx context.Context, l *link) (*reader, error) {
 	for begun := time.Now(); ; {
 		x, err := r.attachOnce(ctx, l)
