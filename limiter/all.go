@@ -130,7 +130,8 @@ func (a *all) Admit(now time.Duration) time.Duration {
 
 func (a *all) Refund(n int) { a.refund(n, len(a.gates), nobody) }
 
-// Level is that of the gate with the fewest tokens left, with the longest Next of all.
+// Level is that of the gate with the fewest tokens left, with the longest Next of all gates.
+// Gates of [Observe] are left out, and gates without a Limit count for Next only.
 func (a *all) Level() Level {
 	var tight Level
 	for _, g := range a.gates {

@@ -12,7 +12,7 @@ import (
 
 // A DeniedError means that a gate did not admit.
 type DeniedError struct {
-	After time.Duration // shortest time before it is worth asking again
+	After time.Duration // shortest time before it is worth asking again; 0 if ctx had ended before
 
 	// Err is why a wait ended or did not begin: the context's error, or
 	// [context.DeadlineExceeded] if the wait was or would be too long. nil without a wait.
@@ -29,12 +29,12 @@ func (e *DeniedError) Error() string {
 // Unwrap returns Err.
 func (e *DeniedError) Unwrap() error { return e.Err }
 
-// minAsk is the shortest DeniedError.After.
+// minAsk is the shortest DeniedError.After that is not 0.
 const minAsk = 100 * time.Microsecond
 
-// Enter admits one token for a call with a deadline. It waits at most for most, and never
-// beyond ctx's deadline. With most 0 it does not wait. It does not begin a wait either if
-// the gate knows that the token would come too late.
+// Enter admits one token for a call with a deadline. The parameter most is the longest wait; 0
+// means no wait. Enter never waits beyond ctx's deadline. It does not begin a wait if the gate
+// knows that the token would come too late.
 //
 // A denial is a [*DeniedError]. Any other error means that waiting would not help, for
 // example [ErrClosed].

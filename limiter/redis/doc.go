@@ -36,10 +36,11 @@
 // # What it costs
 //
 // Allow, AllowN and each question for waiters cost a round trip of at most Config.Timeout.
-// After a failed question nothing is asked for 100 ms, and all calls are answered at once by
-// Config.Silence. Then a single call asks for all. Admit never waits for Redis: a goroutine
-// fetches up to Config.Batch tokens ahead. Fetched tokens that are not used within a second
-// are lost.
+// After a question without a decision nothing is asked for 100 ms, and all calls are answered
+// at once by Config.Silence. Then a single call asks for all. A refusal that waiting does not
+// fix, such as NOPERM, has no such pause: Redis may answer for other keys. Admit never waits
+// for Redis: a goroutine fetches up to Config.Batch tokens ahead. Fetched tokens that are not
+// used within a second are lost.
 //
 // A [Handle] with waiters asks one question at a time, for all of them. After a denial it
 // asks again when, as Redis said, there can be enough tokens for the first waiter. It adds a

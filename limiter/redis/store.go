@@ -23,7 +23,8 @@ import (
 //go:embed decide.lua
 var decide string
 
-// pause is how long nothing is asked after a question without an answer.
+// pause is how long nothing is asked after a question without a decision. Refusals have no pause,
+// except for the prefetcher of the refused handle.
 const pause = 100 * time.Millisecond
 
 // sayEvery is how often a refusal is logged.
@@ -38,7 +39,7 @@ type Store struct {
 	log    *slog.Logger
 	start  time.Time // origin of quiet and says
 
-	// silent says that Redis does not answer. Then nothing is asked until quiet, in time since
+	// silent says that Redis does not decide. Then nothing is asked until quiet, in time since
 	// start. The first call after quiet sets a later quiet, and asks for all.
 	silent atomic.Bool
 	quiet  atomic.Int64
