@@ -609,8 +609,8 @@ func (l *Lane[T]) Drain() ([]T, error) {
 	return l.decodeAll(at, n)
 }
 
-// discardLocked empties the lane. Without recycle it leaves the memory to the garbage
-// collector, because a lease may still read it.
+// discardLocked empties the lane. Without recycle it leaves the chunks of a slab to the garbage
+// collector, because a lease or Drain may still read them.
 func (l *Lane[T]) discardLocked(recycle bool) {
 	r := l.ring
 	if l.slab != nil {

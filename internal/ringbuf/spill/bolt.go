@@ -307,8 +307,8 @@ func (b *bolt) makeRoom(t *transaction) error {
 	return nil
 }
 
-// extend makes the file longer by at least need bytes. It never writes to the part that
-// bbolt uses, which ends before ready.
+// extend makes the file longer by at least need bytes. It writes from ready on, and so never
+// to the part that bbolt has used, which ends at ready or before.
 func (b *bolt) extend(need int64) error {
 	to := b.ready + max(need, min(max(b.ready/2, growMin), growMax))
 	to = min(to, max(b.limit, b.ready)) / b.page * b.page

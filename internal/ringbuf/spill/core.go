@@ -57,7 +57,7 @@ type core struct {
 	telling  bool     // a goroutine is calling onState
 	lanes    map[string]*lane
 	idle     int   // number of lanes that hold nothing
-	count    int   // messages held or being written, and committed ones until the next checkpoint
+	count    int   // messages held or in a batch, and committed ones until the next checkpoint
 	bytes    int64 // cost of all chunks
 	open     *batch
 	writing  *batch
@@ -107,7 +107,7 @@ type lane struct {
 	tail    uint64 // sequence number of the next message that is made durable
 	synced  uint64 // head as of the last checkpoint
 	count   int    // number of messages that can be leased
-	held    int    // count, messages being written, and messages committed since the last checkpoint
+	held    int    // count, messages in batches, and messages committed since the last checkpoint
 	bytes   int64
 	oldest  time.Time
 	idle    bool // the lane holds nothing
@@ -182,7 +182,7 @@ const (
 	fits   full = iota
 	noRoom      // the limits of the spill, or the disk
 	noLane      // the lane's share is full
-	busy        // two batches are being written, or other Puts wait longer
+	busy        // the open batch is full, or other Puts wait longer
 )
 
 // request is the input of place: messages of a lane, which lie one after the other in data.
@@ -197,8 +197,8 @@ type request struct {
 	inline bool // the caller calls help after place
 }
 
-// place adds as many messages as fit to the open batch. If it adds none, err is the reason;
-// waiting makes sense if why is not fits. w is the caller's waiter, or nil.
+// place adds as many messages as fit to the open batch. If it adds fewer than all, or none, err
+// is the reason. Waiting makes sense if why is not fits. w is the caller's waiter, or nil.
 func (c *core) place(r request, w *waiter) (n int, b *batch, why full, err error) {
 	l := r.lane
 	c.mu.Lock()

@@ -91,7 +91,7 @@
 //	              12  4      number of messages n
 //	              16  8      sequence number of the first message, from 1
 //	              24  8      number of the write that made it
-//	              32  8      time of the write, in nanoseconds since 1970
+//	              32  8      when the batch of the write began, in nanoseconds since 1970
 //	              40  1      length of the lane's name
 //	              41  …      the name
 //	               …  8·n    the table: length and CRC of each message

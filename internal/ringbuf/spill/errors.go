@@ -14,8 +14,8 @@ import (
 // [ringbuf.ErrEmpty], [ringbuf.ErrLeased], [ringbuf.ErrLeaseOver], [ringbuf.ErrClosed],
 // [ringbuf.ErrDropped] and [ringbuf.ErrTooLarge].
 var (
-	// ErrNoSpace means that the disk is full. It wraps [ringbuf.ErrFull]: no message of the
-	// call is held. Put waits until there is space.
+	// ErrNoSpace means that the disk, or the file's limit, has no space. It wraps
+	// [ringbuf.ErrFull]: no message of the call is held. Put waits until there is space.
 	ErrNoSpace = fmt.Errorf("spill: no space on the disk: %w", ringbuf.ErrFull)
 
 	// ErrFailed means that a write or a sync failed. The spill takes no more messages until

@@ -85,7 +85,7 @@ type laneImage struct {
 
 	placed bool   // the lane's position was found
 	chunk  uint64 // first message of the lane's first chunk; tail if there is none
-	oldest int64  // when the first readable chunk was written
+	oldest int64  // chunk.when of the first readable chunk
 	count  int    // number of readable messages
 	bytes  int64  // cost of all chunks of the lane
 	lost   []span // unreadable messages

@@ -29,7 +29,7 @@ const (
 type Recovery struct {
 	Lanes    int    // lanes that hold messages
 	Messages int    // messages that can be read
-	Bytes    int64  // bytes of Messages that count for Config.MaxBytes
+	Bytes    int64  // bytes of the file's chunks that count for Config.MaxBytes
 	Lost     uint64 // unreadable messages, as far as known: those in Damaged
 
 	// Damaged lists all damage, in the order of lanes. The directory's folder "damaged" has

@@ -290,7 +290,7 @@ type LaneStats struct {
 	Count   int       // as [Lane.Len]
 	Pending int       // messages of unconfirmed Puts
 	Bytes   int64     // bytes of Config.MaxBytes that the lane uses
-	Oldest  time.Time // wall time at which the oldest message came, or a little earlier; zero if Count is 0
+	Oldest  time.Time // about the wall time at which the oldest message came, or earlier; zero if Count is 0
 }
 
 // Empty reports whether no message is held or pending.
@@ -364,8 +364,8 @@ func (l *Lane[T]) put(ctx context.Context, wait bool, vs []T) (n int, err error)
 // in the order of the calls of Append.
 //
 // If Append itself fails, done is not called. [ringbuf.ErrFull] may also mean that the disk
-// is too slow: two batches are being written. If a batch fails, everything that was
-// appended after it fails as well, so the caller can append all of it again in order.
+// is too slow: a batch is being written, and the next one is full. If a batch fails, everything
+// that was appended after it fails as well, so the caller can append all of it again in order.
 func (l *Lane[T]) Append(done func(error), vs ...T) error {
 	e := encodings.Get().(*encoding) //nolint:forcetypeassert // New makes nothing else
 	defer e.free()

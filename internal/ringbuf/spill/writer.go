@@ -157,7 +157,7 @@ func (c *core) headsLocked(j *job) {
 	}
 	for _, l := range j.lanes {
 		j.heads = append(j.heads, l.head)
-		n := l.held - l.count // committed messages, and messages being written
+		n := l.held - l.count // committed messages, and messages in batches
 		for _, b := range []*batch{c.writing, c.open} {
 			if b != nil && b.of[l] != nil {
 				n -= b.of[l].count
@@ -259,8 +259,8 @@ func (c *core) finish(j *job, t *transaction, tails []uint64, err error) {
 		c.writes++
 		c.doneLocked(j, t, tails)
 	case errors.Is(err, errNoRoom):
-		// All messages being written go back to their callers, in order: later messages
-		// must not overtake this batch.
+		// The messages of this batch and of the open one go back to their callers, in
+		// order: later messages must not overtake this batch.
 		failed = c.takeBackLocked(j.batch)
 		c.redoLocked(j)
 		c.retryAt, c.stuck = time.Now().Add(retryDelay), j.batch == nil
