@@ -61,7 +61,7 @@ type Budget struct {
 	every   time.Duration // between two free credits
 	pools   [classes]pool
 	gift    credits // granted and not spent, for any class
-	total   uint64  // the success counter at the latest call
+	total   uint64  // the highest success counter so far
 	ignored uint64
 	spent   uint64
 	refused uint64
@@ -95,9 +95,9 @@ func New(c dlq.BudgetConfig, stormRate float64) (*Budget, error) {
 // budget was made, retried ones included. Successes since the last call earn credits for both
 // classes, up to their balances.
 //
-// A total smaller than the last one is ignored, and counted by [Budget.Ignored]. Nothing is
-// earned until a total is above the last one. So neither a stale read nor a counter that
-// restarts or wraps around can earn twice.
+// A total smaller than the highest one so far is ignored, and counted by [Budget.Ignored].
+// Nothing is earned until a total is above the highest one. So neither a stale read nor a
+// counter that restarts or wraps around can earn twice.
 func (b *Budget) Successes(total uint64) {
 	if total <= b.total {
 		if total < b.total {

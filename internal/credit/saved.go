@@ -14,7 +14,7 @@ type Saved struct {
 }
 
 // Save returns the state for the next process. It returns false if there is nothing to save:
-// full balances and no gift.
+// the budget is off, or all balances are full and there is no gift.
 func (b *Budget) Save() (s Saved, ok bool) {
 	for i, p := range b.pools {
 		s.Has[i], s.Free[i] = uint64(p.has), p.free

@@ -84,7 +84,7 @@ type Detector struct {
 	calm    time.Duration // since when the rate is calm, or never
 	settled time.Duration // since when the rate is calm and the age within bounds, or never
 
-	total   uint64 // the success counter at the latest call
+	total   uint64 // the highest success counter so far
 	ignored uint64
 	probes  *window // nil until the first probe
 	live    window
@@ -119,8 +119,8 @@ func (d *Detector) Failure(now time.Duration) {
 // of now: call it before each Step, and every sixtieth of Window if steps are rarer.
 //
 // If the total includes successes of retries and probes, the rate is too low by their share. A
-// total smaller than the last one is ignored, and counted by [Detector.Ignored]. Nothing is
-// counted until a total is above the last one.
+// total smaller than the highest one so far is ignored, and counted by [Detector.Ignored].
+// Nothing is counted until a total is above the highest one.
 func (d *Detector) Successes(now time.Duration, total uint64) {
 	if d.cfg.Off {
 		return

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package storm distinguishes a poison message from a storm, in which everything fails. In a
-// storm nothing must be dead-lettered; the source is held. The settings and the reported
+// storm messages must not be dead-lettered; the source is held. The settings and the reported
 // state are in package dlq: StormConfig, Storm and FleetStorm.
 //
 // Start with [NewDetector], one for each source. A [Detector] has no clock, no timer and no
