@@ -47,7 +47,7 @@ func (g *Guard) keep(name string, k carryOver) {
 	g.saver.hurry()
 }
 
-// recall returns what is remembered of a source's name, and forgets it.
+// recall returns what is remembered under the name of a source or a function, and forgets it.
 func (g *Guard) recall(name string) carryOver {
 	g.mu.Lock()
 	defer g.mu.Unlock()

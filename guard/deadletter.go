@@ -257,7 +257,7 @@ func (c *machine[M]) confirmed(now time.Duration, it *item[M], parked bool) {
 	if parked {
 		c.tally.Parked++
 		c.rememberParked(now, it)
-		c.unguess(it) // a parked message does not delay the next guess
+		c.unguess(it) // a parked message does not double the wait for the next guess
 	}
 	delete(c.writing, it)
 	c.part(it) // no-op if the lane has gone on

@@ -800,7 +800,8 @@ func apart(who string, f func() error) (err error) {
 // metaCall names the call of a port that may fail a letter.
 const metaCall = "Port.Meta"
 
-// lostCallError says that a call of a dead-letter writer or a port panicked or called Goexit.
+// lostCallError says that a call of user code by apart or deliver, such as one of a dead-letter
+// writer or a port, panicked or called Goexit.
 type lostCallError struct {
 	who, what string
 	stack     []byte

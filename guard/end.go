@@ -20,8 +20,8 @@ const endSays = 2 * time.Second
 
 // End ends the source and this epoch. It stops intake, waits for handlers that run and for dead
 // letters that are being written, gives all other messages back through [Port.Return], and
-// flushes. No port call comes after End has returned. With [ReasonRebalance] it does not wait for
-// handlers to finish, but cancels them at once.
+// flushes. No port call comes after End has returned. With [ReasonRebalance] it first cancels the
+// handlers, and then waits until they return.
 //
 // If ctx ends first, End cancels the handlers. 250 ms later it goes on without the calls that have
 // not returned, and reports their messages: a handler that ignores its context cannot be killed.
@@ -199,8 +199,8 @@ func (s *Source[M]) awaitLoops() {
 	}
 }
 
-// pendingLocked tells whether a handler call or an ack still has to finish in a source without a
-// loop: a passive one, or one whose Run has returned.
+// pendingLocked tells whether a handler call, a dead letter or an ack still has to finish in a
+// source without a loop: a passive one, or one whose Run has returned.
 func (s *Source[M]) pendingLocked() bool {
 	if s.giveUp {
 		return false

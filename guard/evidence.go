@@ -423,8 +423,10 @@ func (c *machine[M]) endLook(now time.Duration, l *lane[M]) {
 }
 
 // mayLook tells whether a message behind a lane's head may be tried: the head's attempts are
-// used up, the class of its error is unknown, and no other lane can tell. With OrderKey a probe
-// need not wait for the attempts, because of many failing heads each is probed seldom.
+// used up, the class of its error is unknown, and no other lane can tell. A head that was
+// doubted need not use up its attempts. For a probe the head need not, either, after an
+// operator's dead letter in the lane (deep) and with OrderKey, as each of many failing heads is
+// probed seldom.
 func (c *machine[M]) mayLook(l *lane[M], head *item[M], asks bool) bool {
 	return c.looks() && (head.exhausted || head.doubted || asks && (l.deep || c.order() == OrderKey)) && head.class == ClassUnknown &&
 		!head.alive && l.witnesses() > 0 && !c.others(l)
@@ -512,7 +514,7 @@ func (c *machine[M]) skip(n int) bool {
 	return c.queued > 0 || c.again.len() > 0
 }
 
-// grantLastWord gives an item the last word, because something succeeds now.
+// grantLastWord gives an item the last word, because something has succeeded a short time ago.
 func (it *item[M]) grantLastWord(now time.Duration) {
 	it.lastWord, it.doubted, it.wordAt = true, false, now
 }

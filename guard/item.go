@@ -81,7 +81,7 @@ type item[M any] struct {
 	paid         bool        // the credit is paid, and the item waits for the limit of dead letters only
 	credit       credit.Paid // the credit of the dead letter
 	begun        bool        // the dead letter was given to the writer, maybe in vain
-	tried        bool        // the writer has failed to write it, other than by putting it off
+	tried        bool        // an attempt to write it has failed, other than by being put off
 	failures     []attempt   // the first failure and the latest ones
 	historyBytes int         // how many of the machine's bytes failures takes
 	reason       Reason      // why the item is in retryWait
@@ -185,7 +185,7 @@ type lane[M any] struct {
 	depth  int  // the most witnesses of this group or round
 	from   int  // witnesses that this round skips, because earlier rounds have tried them
 	beyond int  // how far behind this head rounds have come
-	deep   bool // an operator has dead-lettered the head before: the next round goes as far as it may
+	deep   bool // an operator has dead-lettered the previous head: the next round goes as far as it may
 
 	queued bool // the lane is in the machine's ready list
 	parked bool // front[turn] is processing or waits for a retry

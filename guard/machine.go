@@ -167,7 +167,8 @@ type machine[M any] struct {
 	firstProbes uint64        // successful first attempts that were probes
 	lookAt      time.Duration // when the storm detector is asked next
 
-	// tally is never reset. A message that was acked or dead-lettered is counted in settled.
+	// tally is never reset. settled counts the messages of the machine whose ack went out or
+	// failed; the closed path's successes are counted in Source.started.
 	tally Tally
 
 	// successes are successful handler calls outside the closed path. The breaker reads them.
@@ -197,7 +198,7 @@ type Tally struct {
 	Paced          uint64 // dead letters put off by the limit of dead letters
 	Quarantined    uint64 // messages that matched a rule of the quarantine
 	Spilled        uint64 // messages acked because they are in the spill, not handled yet
-	Overtaken      uint64 // witnesses that succeeded, before the failing messages in front of them
+	Overtaken      uint64 // messages that succeeded before a failing one in front of them, to prove life
 	Stale          uint64 // results without effect: late or repeated Done calls, or after the end
 	Timeouts       uint64
 	Panics         uint64 // handler calls that panicked or called Goexit

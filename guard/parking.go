@@ -56,8 +56,9 @@ type parent interface {
 // A success in from is also a proof of life for messages that fail here, and earns them credits.
 // Messages that were parked together fail together. That is no evidence against the dependency,
 // so the new source has no breaker. While the breaker of from is not closed, the new source
-// waits. But it does not wait if from has no message to probe with, or if probes of from prove
-// nothing: then only parked messages can show that the dependency is back.
+// waits. But while probes are allowed, it does not wait if from has no message to probe with, or
+// if the latest probe of from proved nothing: then only parked messages can show that the
+// dependency is back.
 func OpenParked[M, P any](from *Source[M], name string, port Port[P], handler func(context.Context, P) error) (*Source[P], error) {
 	g, cfg := from.g, from.cfg
 	policy := g.cfg.Policy
@@ -116,7 +117,7 @@ func (l letter[M]) park(ctx context.Context, r *dlq.Record) (parked bool, err er
 		return false, nil
 	case r.Reason == dlq.ReasonAttempts && of.waitsToProbe():
 		return true, errShut // the message may fail for the reason that the breaker is open for
-	case r.Reason == dlq.ReasonAttempts: // only the message behind it can be the next probe
+	case r.Reason == dlq.ReasonAttempts: // breaker closed, or only the message behind it can be the next probe
 	case r.Reason != dlq.ReasonPoisonHead && r.Reason != dlq.ReasonGuess:
 		return false, nil
 	}

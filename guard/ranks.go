@@ -6,7 +6,8 @@ package guard
 // ranks is a sorted multiset of numbers. It keeps each number once, with the count of messages
 // that have it, and drops a number that no message has: so it is never longer than the number
 // of messages. drop takes constant time. add and move take a step for each number that they
-// pass, add from either end, move from the old place. The zero value is empty.
+// pass: add comes from the greatest, move from the old place. A number below the smallest is
+// added in constant time. The zero value is empty.
 type ranks struct {
 	nodes             []rank
 	first, last, free int32 // places: indexes in nodes plus 1; 0 is none

@@ -16,8 +16,8 @@ import (
 )
 
 // A Spiller is a [Port] whose messages can be kept on a disk, outside the broker; see
-// [Policy.Spill]. Spill and Unspill must not call the broker. The source's loop calls them, or
-// End in its place.
+// [Policy.Spill]. Spill and Unspill must not call the broker. The source's loop calls them; after
+// the loop has ended, End may call Unspill.
 type Spiller[M any] interface {
 	Port[M]
 

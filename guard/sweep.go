@@ -102,7 +102,8 @@ func (c *machine[M]) items(visit func(*item[M])) {
 }
 
 // messages appends the unsettled messages, the oldest of each lane first. It leaves out
-// messages that are being settled, and acked messages in the spill.
+// messages that are being settled, which the caller finds in going, and acked messages that
+// are safe in the spill.
 func (c *machine[M]) messages(dst []M) []M {
 	c.items(func(it *item[M]) {
 		if !it.copy.onDisk() {
@@ -151,8 +152,8 @@ func (c *machine[M]) unspilled(letters bool, visit func(M, *spilled)) {
 
 // drain ends the source. It takes out all messages that have neither a handler nor a
 // writer, and counts them as returned. rest has the messages without an ack at the broker;
-// kept is how many messages are in the spill instead. A message whose dead letter the
-// writer never got gets its credit back.
+// kept is how many messages are in the spill instead. A credit is given back if the writer
+// never got the dead letter, or gave the letter back after put-offs only.
 func (c *machine[M]) drain(now time.Duration) (rest []M, kept int) {
 	back := func(m M, c *spilled) {
 		if c.onDisk() {
@@ -212,7 +213,8 @@ func (c *machine[M]) drain(now time.Duration) (rest []M, kept int) {
 	return rest, kept
 }
 
-// unguess takes back a guess whose dead letter is not written: the guard guesses again.
+// unguess takes back a guess whose dead letter is not written: the guard guesses again, or
+// the message was parked.
 func (c *machine[M]) unguess(it *item[M]) {
 	if it.guessed {
 		it.guessed, c.guesses = false, max(0, c.guesses-1)

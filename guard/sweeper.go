@@ -109,7 +109,8 @@ func (g *Guard) sweepAll() (moving bool) {
 	return g.noteChanges(now) || moving
 }
 
-// seen is what the sweeper last saw of a source. The sweeper owns it.
+// seen is what the sweeper last saw of a source. Only the sweeper writes it, and reads the
+// fields that are not atomic.
 type seen struct {
 	word    uint64        // Source.word
 	adopted uint64        // Source.takenOver
@@ -193,7 +194,8 @@ func (s *Source[M]) wordSince(now time.Duration, w uint64) time.Duration {
 	return min(now, time.Duration(s.seen.since.Load()))
 }
 
-// sweepCall ends the closed path's present call at its timeout, and reports it if it is slow.
+// sweepCall ends the context of the closed path's present call at its timeout, and reports a
+// slow call to the breaker.
 func (s *Source[M]) sweepCall(now time.Duration, call uint64) {
 	ran := now - time.Duration(s.seen.since.Load())
 	if limit := time.Duration(s.timeout.Load()); limit > 0 && ran >= limit {

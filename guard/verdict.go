@@ -21,7 +21,7 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 	}
 	if it.witness() && word != success && word != cancelled && word != backoff && !r.takenBack {
 		// A witness is tried out of turn, to see whether anything can succeed. Any other result
-		// will come again in its turn. A witness that asks for time (Backoff) ends the look.
+		// will come again in its turn. For a witness that asks for time (Backoff), see back.
 		it.mute = word != failure || r.class == ClassMessage
 		word = failure
 		if r.class == ClassMessage {
@@ -213,9 +213,10 @@ func (c *machine[M]) back(now time.Duration, it *item[M]) {
 		c.again.push(it)
 		return
 	}
-	// A witness that only asked for time is tried once more after that time. Otherwise the head
-	// would each time take the turn of what the witness waits for, such as the probe of a
-	// function that both call.
+	// A witness that only asked for time is tried once more after that time; the second Backoff
+	// ends the look. Otherwise the head would each time take the turn of what the witness waits
+	// for, such as the probe of a function that both call. In a probe's look, or if the time is
+	// over already, the first Backoff ends the look.
 	switch {
 	case !it.witness():
 	case c.round.on || now >= c.asked || it.lane.waited:
