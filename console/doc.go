@@ -15,10 +15,10 @@
 //
 //	GET  /           the page, for a browser
 //	GET  status      [Status]
-//	GET  sources     sources by name: [Source]; ?name=NAME, or a prefix and *, selects some
+//	GET  sources     by name: [Source]; ?name=NAME, or a prefix and *, selects some
 //	GET  breakers    all breakers by name: [Breaker]
 //	GET  quarantine  the rules in force: [Rule]
-//	GET  events      events of the last hour, or of ?since=2h: [Event], oldest first
+//	GET  events      those of the last hour, or of ?since=2h: [Event], oldest first
 //	GET  causes      dead letters by error, ?since as above: [Cause], the most frequent first
 //	GET  history     why sources were held in the last six hours: [History]
 //	GET  watch       server-sent events, one a second: [Change]

@@ -11,8 +11,8 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/storm"
 )
 
-// keepFor is how long a Guard remembers the budget and the guesses of a source that ended. After
-// that time the free credits of a default budget have refilled a spent balance of Exhausted, and
+// keepFor is how long a Guard remembers the budget and the guesses of a source that ended. In
+// that time the free credits of a default budget make up for a spent balance of Exhausted, and
 // the longest time that Backoff can ask for is over. A pause is remembered until it is over or
 // an operator resumes the source.
 const keepFor = 2 * time.Hour

@@ -10,8 +10,9 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/credit"
 )
 
-// spendCredit dead-letters an item if the budget allows, else lets the item wait until the next
-// credit may have come. Items that wait for a credit already get theirs first.
+// spendCredit dead-letters an item if the budget allows, else the item waits. A permanent item
+// waits in owed until it has a credit, behind the items that are there already. Any other item
+// waits for its next attempt.
 func (c *machine[M]) spendCredit(now time.Duration, it *item[M]) {
 	if it.permanent && c.owed.len() > 0 {
 		c.owed.at = now
@@ -28,8 +29,9 @@ func (c *machine[M]) spendCredit(now time.Duration, it *item[M]) {
 	c.waitRetry(it, now+c.delay(max(it.attempts, 1)), ReasonDLQ)
 }
 
-// afford dead-letters an item if the budget allows. A guess pays from the small balance. In a
-// storm of the fleet all items do, except those whose own error blames them.
+// afford dead-letters an item if the budget allows. A guess pays from the small balance
+// (credit.Exhausted). In a storm of the fleet all items do, except those whose handler or whose
+// own error blames them.
 func (c *machine[M]) afford(now time.Duration, it *item[M]) bool {
 	class, reason := credit.Exhausted, poisonReason(it)
 	if c.guilty(now, it) && (it.class == ClassMessage || !c.fleetStorm.Active) {
@@ -117,8 +119,8 @@ func (c *machine[M]) servePaced(now time.Duration) {
 	})
 }
 
-// queues tells whether an item waits in owed or paced. An item that matches a rule, but has no
-// writer, waits in neither.
+// queues tells whether an item waits in owed or paced. An item that matches a rule waits in neither
+// if the source has no dead-letter writer.
 func (it *item[M]) queues() bool {
 	return it.phase == retryWait && it.due == never && (it.paid || it.rule == nil)
 }

@@ -67,7 +67,8 @@ type dispatcher struct {
 	done    fifo[*writing]  // slow writes that are over
 	more    chan struct{}   // holds a token while there may be more to do; capacity 1
 
-	// What writes have shown. A source is ill if its last letter failed or was refused.
+	// What writes have shown; also guarded by mu. A source is ill if its last letter failed or was
+	// refused.
 	down   map[string]struct{} // sources whose letters wait for the pause of failed
 	ill    map[string]struct{} // ill sources
 	wasIll bool                // the last turn was of the ill sources
@@ -245,7 +246,8 @@ func (b *dispatcher) ready() error {
 	return fmt.Errorf("guard: dead letters of source %s and %d more: %w", source, others, err)
 }
 
-// trouble is why the letters of a source are not written, nil if they are.
+// trouble is the error because of which letters of a source are not written, nil for none. A letter
+// that was put off is no trouble; see putOff.
 func (b *dispatcher) trouble(source string) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -396,7 +398,7 @@ func (b *dispatcher) endLocked(now time.Duration) (failed bool) {
 }
 
 // dropLocked takes a letter from all benches but one. A source has no ailment any more once none
-// of its letters fails.
+// of its letters fails and none of its writes is slow.
 func (b *dispatcher) dropLocked(l postable, but *bench) {
 	for _, w := range b.benches() {
 		if w != but {
@@ -413,9 +415,10 @@ func (b *dispatcher) dropLocked(l postable, but *bench) {
 }
 
 // backLocked tells whether a letter goes back to its source, because the source ends. A letter
-// that was put off goes back: the writer may not take it in time. If the source was revoked, a
-// letter that fails or is behind a slow write goes back, too: it would keep a whole consumer group
-// waiting. While the writer is broken, all letters of a revoked source go back untried.
+// that was put off goes back: the writer may not take it in time. If the source was revoked, its
+// failing letters go back, too, and all its letters if it is ill or has a slow write: they would
+// keep a whole consumer group waiting. While the writer is broken, all letters of a revoked source
+// go back untried.
 func (b *dispatcher) backLocked(l postable) bool {
 	ended, revoked := l.ends()
 	if !ended {
@@ -452,13 +455,13 @@ func (b *dispatcher) sortLocked() {
 	}
 }
 
-// turn is what the dispatcher does next. Without l and done it waits.
+// turn is what the dispatcher does next. Without l, done and over it waits.
 type turn struct {
 	l     postable      // the letter to write or give back; nil for none
 	back  bool          // l goes back to its source
 	done  *writing      // a slow write that is over; nil for none
 	until time.Duration // when to stop waiting; 0: only when woken
-	over  bool          // no letter is left
+	over  bool          // the dispatcher ends: no letter is left, or its context has ended
 }
 
 // next returns the next turn: if possible, with a letter that need not wait.

@@ -423,10 +423,9 @@ func (c *machine[M]) endLook(now time.Duration, l *lane[M]) {
 }
 
 // mayLook tells whether a message behind a lane's head may be tried: the head's attempts are
-// used up, the class of its error is unknown, and no other lane can tell. A head that was
-// doubted need not use up its attempts. For a probe the head need not, either, after an
-// operator's dead letter in the lane (deep) and with OrderKey, as each of many failing heads is
-// probed seldom.
+// used up, the class of its error is unknown, and no other lane can tell. Exceptions: a doubted
+// head need not use up its attempts. A probe does not wait for them after an operator's dead
+// letter in the lane (deep), or with OrderKey: of many failing heads each is probed seldom.
 func (c *machine[M]) mayLook(l *lane[M], head *item[M], asks bool) bool {
 	return c.looks() && (head.exhausted || head.doubted || asks && (l.deep || c.order() == OrderKey)) && head.class == ClassUnknown &&
 		!head.alive && l.witnesses() > 0 && !c.others(l)
@@ -635,7 +634,7 @@ func (c *machine[M]) arrived(now time.Duration) {
 	c.came = now
 }
 
-// guess dead-letters an item without proof.
+// guess dead-letters an item without proof, if the budget allows.
 func (c *machine[M]) guess(now time.Duration, it *item[M]) {
 	if c.life() > c.lifeAtGuess {
 		c.guesses = 0

@@ -51,8 +51,8 @@ type item[M any] struct {
 	tries    int    // handler calls so far, without those that said nothing; see counted
 	call     int32  // the place of tries in machine.calls, while the item is not settling
 	doubtful int32  // the place of lifeAtFailure in machine.failureLives, 0 for none
-	// attempts are calls that count towards Retry.Attempts: no probe that asks for life, and no
-	// call as a witness.
+	// attempts are failed calls that count towards Retry.Attempts: no probe that asks for life, and
+	// no call as a witness. Once exhausted, a failure counts only with alive or ClassMessage.
 	attempts    int
 	probes      int // failed probes
 	firstFailed time.Duration

@@ -116,7 +116,7 @@ type machine[M any] struct {
 
 	// Arrivals, for the patience before a guess.
 	came     time.Duration // when the latest message came
-	gap      time.Duration // the longest time between two messages since gapLuck
+	gap      time.Duration // the longest time between two messages since own() was ownAtGap
 	ownAtGap uint64        // own() when gap began to count
 
 	recovered bool          // the latest success was of a message that had failed
@@ -198,7 +198,7 @@ type Tally struct {
 	Paced          uint64 // dead letters put off by the limit of dead letters
 	Quarantined    uint64 // messages that matched a rule of the quarantine
 	Spilled        uint64 // messages acked because they are in the spill, not handled yet
-	Overtaken      uint64 // messages that succeeded before a failing one in front of them, to prove life
+	Overtaken      uint64 // witnesses that succeeded, before the failing messages in front of them
 	Stale          uint64 // results without effect: late or repeated Done calls, or after the end
 	Timeouts       uint64
 	Panics         uint64 // handler calls that panicked or called Goexit

@@ -19,9 +19,10 @@ const (
 )
 
 // Run guards the messages of in. It returns nil when in is closed and all messages are
-// settled (see [Limits.EndsWithInput]), ctx's error when ctx ends, and [ErrClosed] when the
-// source is ended. ctx is the parent of every handler's context. A call that fails after
-// the end of ctx is no failure. Call [Source.End] after Run.
+// settled; with [Limits.EndsWithInput] it does not wait for unsettled messages. It returns
+// ctx's error when ctx ends, and [ErrClosed] when the source is ended. ctx is the parent of
+// every handler's context. A call that fails after the end of ctx is no failure. Call
+// [Source.End] after Run.
 //
 // Handlers run on goroutines of the guard, so a handler that calls [runtime.Goexit] ends
 // only a goroutine. With one worker, while the breaker is closed and nothing is held, the

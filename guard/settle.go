@@ -151,10 +151,10 @@ func (s *Source[M]) countFlush(err error) {
 }
 
 // tellDemand calls [Port.Demand] when intake is to stop or to start: at room 0, and again when
-// the room is half of the machine's limit. While nothing moves, any room is enough, because only a new message
-// may get things moving. After Offer has refused a message, the port is told even if that changes
-// nothing. room tells whether there is room now: if not, the goroutine that makes some wakes the
-// loop when the port is to be told.
+// the room is at least half of the machine's limit. While nothing moves, any room is enough,
+// because only a new message may get things moving. After Offer has refused a message, the port is
+// told even if that changes nothing. room tells whether there is room now: if not, the goroutine
+// that makes some wakes the loop when the port is to be told.
 func (s *Source[M]) tellDemand() (room bool) {
 	s.mu.Lock()
 	n := s.inputRoomLocked()

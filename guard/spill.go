@@ -95,7 +95,7 @@ type overflow[M any] struct {
 	first  uint64        // a random number: the numbers of this epoch's copies begin after it
 	number uint64        // the number of the latest copy
 	most   int           // the most messages of one write: fewer while the spill is nearly full
-	told   bool          // it was logged that the spill takes nothing
+	told   bool          // a message that the spill does not take was logged since the last append
 	memory bool          // a full spill did not take messages of the machine: they are written before next
 	fullAt time.Duration // since when there is no room for a Keeper's message; 0 while there is
 
@@ -737,8 +737,8 @@ func (s *Source[M]) giveUpSpilled() {
 }
 
 // ackHere tells whether a done message has to be acked at the port. It has not if the broker got
-// the ack when the message was written to the disk. ackHere also marks the copy on the disk, if
-// there is one, as done.
+// the ack when the message was written to the disk. With a Keeper, which has no broker, it always
+// has. ackHere also marks the copy on the disk, if there is one, as done.
 func (s *Source[M]) ackHere(it *item[M]) bool {
 	c := it.copy
 	if c == nil {
@@ -922,7 +922,8 @@ func (g *Guard) closeSpill() error {
 	return nil
 }
 
-// spillSays is how long a state lasts before it is logged.
+// spillSays is how long a state of the directory must last before it is logged. That the directory
+// takes no message, because it has failed, is logged at once.
 const spillSays = 3 * time.Second
 
 // spillState is the latest state that the directory of the spill has reported.

@@ -215,8 +215,8 @@ func (c *machine[M]) back(now time.Duration, it *item[M]) {
 	}
 	// A witness that only asked for time is tried once more after that time; the second Backoff
 	// ends the look. Otherwise the head would each time take the turn of what the witness waits
-	// for, such as the probe of a function that both call. In a probe's look, or if the time is
-	// over already, the first Backoff ends the look.
+	// for, such as the probe of a function that both call. The look ends at once if the witness
+	// was cancelled while no Backoff holds the source, or if a probe's token waits (round.on).
 	switch {
 	case !it.witness():
 	case c.round.on || now >= c.asked || it.lane.waited:
@@ -323,9 +323,9 @@ func (r Retry) delay(n int, random func(int64) int64) time.Duration {
 	return 1 + time.Duration(random(int64(top)))
 }
 
-// settled ends an item: its ack went out, or failed. After an ignored item, an error that is
-// exactly [ErrTakenBack] means that the adapter keeps the message: it comes again, and goes on
-// where it was.
+// settled ends an item: its ack went out, or failed. If the item was ignored, [ErrTakenBack] means
+// that the adapter keeps the message: it comes again, and goes on where it was. The caller passes
+// the sentinel itself, without a wrapper.
 func (c *machine[M]) settled(now time.Duration, it *item[M], err error) {
 	c.move(it, idle)
 	c.bytes -= int64(it.size)
@@ -349,7 +349,8 @@ func (c *machine[M]) settled(now time.Duration, it *item[M], err error) {
 	}
 }
 
-// poisonReason is the reason of a dead letter whose attempts are used up.
+// poisonReason is the reason of a dead letter that has no other reason: it tells whether a probe of
+// the message has failed.
 func poisonReason[M any](it *item[M]) dlq.Reason {
 	if it.probes > 0 {
 		return dlq.ReasonPoisonHead

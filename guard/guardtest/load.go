@@ -20,7 +20,7 @@ var loads = []rule{
 
 // loadRule publishes rate messages a second, for the time virtual; for at most a minute on
 // a real broker, or unless the long form is on. Of the messages, poison percent always
-// fail and flaky percent fail once. When the load ends, at least least percent of the
+// fail and flaky percent fail once. When the load ends, the share least, in percent, of the
 // healthy messages must be handled, those of the last five seconds not counted. Only
 // poison is dead-lettered.
 func loadRule(name string, virtual time.Duration, rate, poison, flaky, least int) rule {

@@ -323,7 +323,7 @@ func readDocument(b []byte) (*document, error) {
 	return d, nil
 }
 
-// shorten cuts a text to at most most bytes, in whole characters.
+// shorten cuts a text to most bytes, in whole characters.
 func shorten(s string, most int) string {
 	const more = "…"
 	s = strings.ToValidUTF8(s, "?")
