@@ -68,7 +68,8 @@ var (
 )
 
 // Set changes limits or weights, or fills the buckets. It returns the number of the new
-// configuration once that is written; Status lists the members that have not applied it.
+// configuration once that is written; Status lists the members that have not applied it. Set needs
+// a register: a static configuration is changed by [Process.Load].
 //
 // The change is made to the configuration with the number change.Number, or never. If that is no
 // longer the newest, the error is [ErrConflict]. Other errors are [ErrConfig], a name that is no
@@ -188,8 +189,9 @@ func (p *Process) writeDown() {
 // Raise number by one with each change. If a number was skipped, a process uses nothing until the
 // configuration is complete. Loading the same again changes nothing.
 //
-// The error is [ErrConfig] also if limits and roster take more than 65,536 bytes. Another error
-// says that a different configuration has this number. After an error nothing has changed.
+// The error is [ErrConfig] also with a register, and if limits and roster take more than 65,536
+// bytes. It is another error if a different configuration has this number, or without a roster.
+// After an error nothing has changed.
 func (p *Process) Load(number uint64, limits Limits) error {
 	if p.config == nil {
 		return errAlone

@@ -199,7 +199,8 @@ func (p *Process) Wait(ctx context.Context, key string, n int) error {
 	return err
 }
 
-// watchLag logs when the fleet begins to lag and when that ends.
+// watchLag logs when the fleet begins to lag and when that ends. With a tracer the beginning has a
+// span, too.
 func (p *Process) watchLag(now time.Duration) {
 	j := p.journal.Stats(now)
 	var delay time.Duration

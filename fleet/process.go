@@ -36,7 +36,7 @@ type Process struct {
 
 	member *fleetstate.Member // without a roster it decides nothing
 
-	// Without a roster node to statuses are nil.
+	// Without a roster the fields from node to statuses are nil, and so are quarantine and orders.
 	node     *gossip.Node
 	config   *fleetstate.Configurator
 	register register.Register // nil if the configuration is static

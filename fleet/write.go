@@ -56,7 +56,7 @@ func (p *Process) away(err error) {
 	p.log.Warn("fleet: the register cannot be reached; the newest configuration stays in force, and nothing can be changed", "error", err)
 }
 
-// readIn takes a document of the register in. A refused document is a problem in the Status, which
+// readIn takes in a document of the register. A refused document is a problem in the Status, which
 // lookAround logs.
 func (p *Process) readIn(number uint64, document []byte) {
 	was := p.config.Status(p.clock()).Away

@@ -307,7 +307,7 @@ func (c *Configurator) tellAll() {
 	c.shared, c.toldAt = c.seq, c.ticked
 }
 
-// learnLocked takes a document in that is newer than the known one.
+// learnLocked takes in a document that is newer than the known one.
 func (c *Configurator) learnLocked(now time.Duration, d *document, from *confPeer) {
 	if d.number() <= c.known() {
 		return

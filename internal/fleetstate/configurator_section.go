@@ -36,9 +36,8 @@ func (c *Configurator) Counted() uint64 {
 }
 
 // Keeps tells whether a peer must be heard all the time; see gossip.Keeper. It must be if leases
-// depend on it. It must be while a change is under way, because much of a change is told with
-// keep-alives. This ends after a while, or a change that waits for a dead process would keep it
-// forever.
+// depend on it. All peers must be while a change is under way, because keep-alives carry much of a
+// change. That ends underWay after the latest news: a change may wait for a dead process forever.
 func (c *Configurator) Keeps(to crdt.Replica) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()

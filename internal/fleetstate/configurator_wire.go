@@ -64,7 +64,7 @@ type confRow struct {
 	piece       piece
 }
 
-// appendConfRow writes a row without the piece.
+// appendConfRow writes a row without the piece. The flag of the piece must be set if one follows.
 func appendConfRow(b []byte, s *confRow) []byte {
 	b = append(b, configuratorVersion)
 	b = binary.BigEndian.AppendUint64(b, s.fleet)

@@ -205,7 +205,7 @@ func (c *Configurator) finishLocked(ticket uint64, o outcome) {
 	delete(c.outcomes, ticket-maxOutcomes)
 }
 
-// wishOf returns the wish with a ticket; nil if it has ended.
+// wishOf returns the wish with a ticket; nil if its outcome is known, or if no wish has the ticket.
 func (c *Configurator) wishOf(ticket uint64) *wish {
 	for i := range c.wishes {
 		if c.wishes[i].ticket == ticket {

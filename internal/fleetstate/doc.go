@@ -122,10 +122,11 @@
 // votes, and all processes the fleet's decisions, as long as they run. Otherwise a process that
 // missed one would believe the one before.
 //
-// Scopes and Votes bound all of this. At the bound the oldest scope makes room that is closed, not
-// ours and not in trouble. If there is none, the new scope or vote is refused and counted, and the
-// scope's breaker decides by itself. If all others have forgotten a scope, a process that missed
-// its close can reopen it for one round, until probes close it.
+// Scopes and Votes bound all of this. At the bound of Scopes the oldest scope that is closed, not
+// ours and not in trouble makes room. If there is none, the new scope is refused and counted, and
+// its breaker decides by itself. At the bound of Votes a new vote of another process is refused and
+// counted. If all others have forgotten a scope, a process that missed its close can reopen it for
+// one round, until probes close it.
 //
 // # Configuration
 //

@@ -71,8 +71,8 @@ func NewOrders(self crdt.Replica, wall func() time.Time) (*Orders, error) {
 	return &Orders{clock: crdt.NewClock(wall), wall: wall, board: b}, nil
 }
 
-// Offset takes how far the fleet's time is ahead of our wall clock. It is called once the offset of
-// a peer is known.
+// Offset takes how far the fleet's time is ahead of our wall clock. It must not be called before the
+// offset of a peer is known.
 func (o *Orders) Offset(shift time.Duration) {
 	o.mu.Lock()
 	defer o.mu.Unlock()

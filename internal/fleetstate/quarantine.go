@@ -22,10 +22,11 @@ import (
 // writes about its rule that are known here, even if a clock is wrong. So a rule that is removed
 // during a split stays removed after it.
 //
-// Entries travel with the fleet's time: the wall clock, corrected by the median of the peers'
-// offsets ([Quarantine.Offset]). A process returns them with its own wall clock's time. So a clock
-// that is an hour off ends no entry an hour early or late. A write that is made before the fleet's
-// time is known counts here at once. It is sent later, with the time at which it was made.
+// Entries travel with the fleet's time: the wall clock, corrected by the median of the offsets of
+// the peers and of this process, whose own is 0 ([Quarantine.Offset]). A process returns them with
+// its own wall clock's time. So a clock that is an hour off ends no entry an hour early or late. A
+// write that is made before the fleet's time is known counts here at once. It is sent later, with
+// the time at which it was made.
 //
 // Memory is bounded: [quarantine.Max] entries that are set by this process, and four times as many
 // with peers' entries and removed ones. Beyond that a peer's packet is refused and counted. A

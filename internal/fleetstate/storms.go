@@ -79,7 +79,7 @@ func NewStorms(c StormConfig, self crdt.Replica) (*Storms, error) {
 }
 
 // Report replaces this process's snapshot of a key. Call it at each step of the detector: small
-// changes are sent only every Config.Every. The errors are [ErrScope] for the key, and
+// changes are sent only every StormConfig.Every. The errors are [ErrScope] for the key, and
 // [ErrTooManyScopes] if it would be one more than Keys.
 func (s *Storms) Report(now time.Duration, key string, r Report) error {
 	if len(key) < 1 || len(key) > maxScope {

@@ -14,7 +14,7 @@ import (
 // The first record for a number wins, if the number is one above the newest when the record is
 // read. All other records change nothing.
 //
-// So a record that arrives late or twice loses, because its number is taken. An id tells records
+// So a record that arrives late or twice loses if its number is taken by then. An id tells records
 // apart, since two writers may write the same document.
 //
 // It is safe for concurrent use. Readers may overlap: each offset counts once.
