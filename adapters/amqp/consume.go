@@ -29,7 +29,8 @@ import (
 //
 //   - [ErrQueueGone]: the queue does not exist.
 //   - [guard.ErrClosed]: the Guard or the source has ended.
-//   - [ErrUnsuitable]: the queue is a stream. Its acks remove nothing.
+//   - [ErrUnsuitable]: the queue is a stream, whose acks remove nothing. Before the first consumer
+//     was started, also: the exchange of [WithDeadLetterExchange] does not exist.
 //   - Before the first connection: user, password or vhost is wrong. A broker hangs up on a wrong
 //     password, and so does a network that breaks: three times in a row count as a wrong password.
 //   - Before the first consumer was started: the broker refuses something, such as a permission.
@@ -127,8 +128,8 @@ func (notYours) Ack(uint64, bool) error        { return errNotYours }
 func (notYours) Nack(uint64, bool, bool) error { return errNotYours }
 func (notYours) Reject(uint64, bool) error     { return errNotYours }
 
-// consumer is the state that all epochs of a Consume share. Only Consume's goroutine touches its
-// fields, except the last three.
+// consumer is the state that all epochs of a Consume share. Only Consume's goroutine changes
+// its fields, except the last three.
 type consumer struct {
 	g        *guard.Guard
 	dialer   Dialer

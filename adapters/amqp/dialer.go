@@ -19,10 +19,11 @@ import (
 	"github.com/rabbitmq/amqp091-go"
 )
 
-// Dialer says how to connect. [Consume] and [NewDLQ] each make connections of their own with it,
-// and new ones when those break. They try all endpoints, in an order that is shuffled each time.
-// Then they pause for a random time, up to a limit that doubles from 100ms to MaxPause ("full
-// jitter").
+// Dialer says how to connect. [Consume], [NewDLQ] and [NewRegister] each make connections of their
+// own with it, and new ones when those break. A round tries all endpoints, in an order that is
+// shuffled each time. Consume pauses between rounds for a random time, up to a limit that doubles
+// from 100ms to MaxPause ("full jitter"). A [DLQ] and a [Register] try one round in each call that
+// needs a connection.
 type Dialer struct {
 	// URLs are the endpoints: "amqp://user:password@host:5672/vhost", amqps for TLS. At least one.
 	// Only host and port are ever logged.
@@ -37,8 +38,7 @@ type Dialer struct {
 	// answers a wrong password after 3s: with a lower Timeout, Consume tries it without end.
 	Timeout time.Duration
 
-	// MaxPause is the longest pause between two rounds. At least 100ms; unset
-	// means 10s.
+	// MaxPause is the longest pause of Consume between two rounds. At least 100ms; unset means 10s.
 	MaxPause time.Duration
 }
 

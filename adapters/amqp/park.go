@@ -309,8 +309,8 @@ func delayed(st guard.State) bool {
 }
 
 // lighten ends an epoch whose unsettled deliveries take too many bytes. The next channel's prefetch
-// is the number that fits, at their mean size. It returns false if they no longer take too many, or
-// if there is only one.
+// is the number that fits, at their mean size, but at most half of the consumer's. lighten returns
+// false if the deliveries no longer take too many bytes, or if there is only one.
 func (e *epoch) lighten() (outcome, bool) {
 	c := e.c
 	n, bytes := e.port.tags.weight()

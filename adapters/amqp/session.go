@@ -151,7 +151,8 @@ func (s *session) forget(id string) {
 }
 
 // write publishes a letter, unless that is pending, and waits for the broker. If the letter is not
-// confirmed within patience of its publishing, the session ends.
+// confirmed within patience of its publishing, the session ends. While the broker blocks
+// the connection, write fails after blockedPatience instead, and the letter stays pending.
 func (s *session) write(ctx context.Context, queue string, key letterKey, m *amqp091.Publishing, patience time.Duration) error {
 	sent, before := s.pending[key]
 	if !before {

@@ -30,7 +30,8 @@ var (
 
 // Fail reports the failure of a delivery from [Deliveries]. Give it the error that a handler would
 // return: guard.Permanent, guard.Backoff and guard.Ignore have the same meaning. A nil err acks.
-// Fail returns an error if d was settled before, or is not from Deliveries.
+// Fail returns an error if d was settled before, or is not from Deliveries. With a nil err it also
+// returns an error if no ack can go out, because the channel or the source has ended.
 //
 // An error of the program's own stop counts as a failure, too. So at a stop settle nothing: the
 // delivery goes back when the source ends.

@@ -51,9 +51,9 @@ type Config struct {
 	// be kept.
 	Headers []string
 
-	// RetryAfter is the value of the Retry-After header if no time is known. That is so while the
-	// intake is paused or forced open without end, or the hold is full. In [1s, 24h], in whole
-	// seconds; unset means 10s.
+	// RetryAfter is the value of the Retry-After header if no time is known, or one above 24h. No
+	// time is known while the intake is paused or forced open without end, while it ends, or if the
+	// hold is full with a closed breaker. In [1s, 24h], in whole seconds; unset means 10s.
 	RetryAfter time.Duration
 
 	// Patience is about a failed request whose client has left: the failure counts if the handler

@@ -117,8 +117,8 @@ func (in *Intake) noRoom(w http.ResponseWriter, c *call, lane uint64, full bool)
 	in.refuse(w, c.req, why, nil)
 }
 
-// probes handles a request that cannot be held, if it is time to probe and no request of its key is
-// held. If nothing is held, or held requests are not replayed, no other request would probe, and
+// probes handles a request that cannot be held, if it is time to probe. Under [guard.OrderKey] it
+// does so only if no request of its key is held. If nothing is held, or held requests are not replayed, no other request would probe, and
 // the breaker would never close.
 func (in *Intake) probes(c *call, lane uint64) bool {
 	if in.holdAll || in.waiting.Load() > 0 && in.free() || in.order == guard.OrderKey && in.behind(lane) {

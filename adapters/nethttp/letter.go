@@ -86,7 +86,8 @@ func (port) Demand(int) {}
 
 func (port) Flush() error { return nil }
 
-// Return writes the remaining requests as dead letters, unless Close is about to.
+// Return writes the remaining requests as dead letters, unless Close is about to. With a spill it
+// refuses them instead: they are not on the disk, and their clients may still wait for an answer.
 func (p port) Return(hs []*held, _ guard.Reason) error {
 	in := p.in
 	if in.disk { // these requests are not on the disk

@@ -87,8 +87,8 @@ func WithValues(keys ...any) Option {
 }
 
 // WithLimiter paces live requests and replays together. A deferrable request above the limit is
-// held. Another one waits up to 100 ms, and is then refused with 429. Many goroutines call l.Admit
-// at once.
+// held. Another request waits up to 100 ms, and is then refused with 429. It does not wait while
+// requests are held, except as a probe. Many goroutines call l.Admit at once.
 func WithLimiter(l guard.Limiter) Option { return func(o *options) { o.limiter = l } }
 
 func newOptions(opts []Option) (options, error) {

@@ -23,7 +23,7 @@ type handler struct {
 }
 
 // insideKey is set in the context of a request that an intake has let through, live or replayed.
-// Such a request passes the same intake a second time.
+// The same intake lets such a request pass when it comes a second time.
 type insideKey struct{ in *Intake }
 
 // call is a live request: the context of its handler, what is recorded of its answer, and the
@@ -37,7 +37,7 @@ type call struct {
 	req     *http.Request
 	started bool
 	took    time.Duration // duration of the handler
-	gone    bool          // the request had ended before its handler
+	gone    bool          // the request's context had ended before the handler returned
 	excused *bool         // the result of Excuses; nil before its first call
 }
 

@@ -21,7 +21,7 @@
 //   - Tokens that are given back twice or more. When a connection breaks, the client sends
 //     the command again, up to MaxRetries times (unset means 3), and Redis may have run it
 //     each time. With MaxRetries -1 the client does not send it again.
-//   - With [FailOpen]: everything that is admitted while Redis does not answer.
+//   - With [FailOpen]: everything that is admitted while Redis does not decide.
 //   - Admissions that Redis forgets. If it comes back empty, or if a replica takes over that
 //     has not heard of the last admissions, its buckets are fuller: by at most one Burst each
 //     time. A forward jump of Redis' clock does the same. If it comes back with its

@@ -105,8 +105,8 @@ func (h *Handle) Wait(ctx context.Context) error { return h.WaitN(ctx, 1) }
 // Waiters of this handle are served in order.
 //
 // While Redis does not decide, FailOpen admits. FailClosed goes on asking until ctx ends;
-// then the error is [ErrSilent] as well. An error answer that waiting does not fix, such as
-// NOPERM, ends a wait.
+// then the error is [ErrSilent] as well. With FailClosed, an error answer that waiting does not
+// fix, such as NOPERM, ends a wait.
 func (h *Handle) WaitN(ctx context.Context, n int) error {
 	if n > 0 && h.store.isClosed() {
 		return limiter.ErrClosed
