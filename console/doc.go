@@ -36,7 +36,7 @@
 //
 //   - 400: the order is wrong
 //   - 401, 403 or 415: the request is not allowed
-//   - 404: the process has no such source or breaker
+//   - 404: the process has no such source or breaker, or no process is in the zone
 //   - 502: a change of the quarantine is not in force in the whole fleet
 //
 // # Who may ask

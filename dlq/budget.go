@@ -27,8 +27,8 @@ const (
 //     delivery looks like this, so the balance of this class is small.
 //
 // The zero value is valid and means the defaults below. With them, once nothing succeeds
-// any more, a source can spend at most 20 exhausted dead letters, then 12 an hour, and 500
-// permanent ones.
+// any more, a source can write at most 20 exhausted and 500 permanent dead letters. After
+// that, each class gets 12 an hour.
 type BudgetConfig struct {
 	// Earn is the number of credits that one success earns for exhausted dead letters. In
 	// [0.000001, 1], rounded to the nearest millionth; default 0.1.

@@ -107,8 +107,8 @@ func plainType(kind string) bool {
 }
 
 // DescribeError returns err as text: a type of at most 256 bytes, a message of at most 1
-// KiB and a stack of at most 8 KiB. A shortened text ends in an ellipsis, and bytes that
-// are not UTF-8 become U+FFFD.
+// KiB and a stack of at most 8 KiB. A shortened text ends in an ellipsis (U+2026), and
+// bytes that are not UTF-8 become U+FFFD.
 //
 // Type is the type of the first error in the chain that is more than a wrapper. Wrappers
 // are fmt.Errorf with %w, errors.Join, github.com/pkg/errors and this module's own markers.

@@ -208,7 +208,8 @@ func orElse[T comparable](at *T, v T) {
 // number of deaths there and the time of the first.
 //
 // The source is the queue of the latest death that was not an expiry, since messages leave
-// a retry queue by expiry. Rejections count as attempts: a consumer had the message.
+// a retry queue by expiry. If all were expiries, it is the queue of the latest. Rejections
+// count as attempts: a consumer had the message.
 func readDeaths(d *decoder, g *grammar) {
 	i := d.last(g, "x-death")
 	if i < 0 {

@@ -209,8 +209,8 @@ func (r *Record) ID() string {
 	return id
 }
 
-// escapePart percent-encodes all but printable ASCII, and the separators. An empty part
-// becomes "-".
+// escapePart percent-encodes separators, and all bytes that are not printable ASCII. An
+// empty part becomes "-", and the part "-" is encoded.
 func escapePart(s string) string {
 	if s == "" {
 		return "-"

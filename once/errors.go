@@ -20,7 +20,9 @@ var (
 	// ErrUnderway means that another delivery of the same key is running its effect.
 	ErrUnderway = errors.New("once: effect under way elsewhere")
 
-	// ErrImpossible means that the machine has no such step.
+	// ErrImpossible means that the machine has no step from the entity's state to the
+	// requested one. A retry fails again until another step moves the entity. If no path
+	// of steps leads to the requested state, no retry can succeed. See [StepError].
 	ErrImpossible = errors.New("once: impossible step")
 
 	// ErrLost means that another process may have taken over the key, because the store has
@@ -43,7 +45,7 @@ var (
 
 // UnderwayError is an [ErrUnderway]: the context ended before the other delivery did. Its
 // Timeout is true, so guard.Classify blames the dependency: the message is tried again, and
-// not dead-lettered because of this error.
+// never dead-lettered because of this error.
 type UnderwayError struct {
 	Key  string
 	Wait time.Duration // how long this delivery has waited
@@ -62,7 +64,7 @@ func (*UnderwayError) Timeout() bool { return true }
 
 // StepError is an [ErrImpossible]. If steps cannot come out of order, the handler returns
 // guard.Permanent(err). Otherwise it returns err: the step may become possible after an
-// earlier step has arrived.
+// earlier step of the entity has been taken.
 type StepError struct {
 	Machine, Entity string
 	From, To        string // the entity's state, and the requested one

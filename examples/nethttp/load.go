@@ -56,7 +56,7 @@ type figures struct {
 	P50        float64 `json:"degraded_p50_ms"`
 	P99        float64 `json:"degraded_p99_ms"`
 	Max        float64 `json:"degraded_max_ms"`
-	PlainP99   float64 `json:"plain_p99_ms"` // of an unguarded handler at the same time
+	PlainP99   float64 `json:"plain_p99_ms"` // p99 of an unguarded handler at the same time
 	Replayed   int     `json:"replayed"`
 	Twice      int     `json:"replayed_twice"`
 	Missing    int     `json:"never_replayed"`

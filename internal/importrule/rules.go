@@ -50,8 +50,8 @@ type Rules struct {
 	Homes []Home
 }
 
-// shipped are the rooms that a user's program can link. Our own programs may import only
-// these.
+// shipped are the rooms that a user's program can link. Our own programs build on these;
+// the CLI may also import a few internal rooms.
 var shipped = []string{
 	"adapters/...", "console", "fleet/...", "guard/...", "limiter/...", "breaker/...",
 	"dlq/...", "once/...",

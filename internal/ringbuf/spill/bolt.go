@@ -284,7 +284,8 @@ func drop(chunks *bbolt.Bucket, p position) (freed int64, err error) {
 	return freed, nil
 }
 
-// makeRoom makes sure that a transaction finds allocated pages without the reserve.
+// makeRoom extends the file, if needed, so that a transaction finds allocated pages and the
+// reserve stays free.
 func (b *bolt) makeRoom(t *transaction) error {
 	need := int64(reservePages + 8 + lanePages*len(t.positions))
 	small, row := int64(0), false

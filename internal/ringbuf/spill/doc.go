@@ -58,7 +58,7 @@
 //   - bbolt maps the file to memory. A page that the disk cannot read is a fault; this
 //     package turns it into an error. A cold drain reads page by page.
 //   - The file becomes shorter only when Open finds it empty. It can be as long as twice
-//     MaxBytes and 16 MiB.
+//     MaxBytes, plus 16 MiB, plus six times MaxBytes or [MaxMessage], whichever is less.
 //   - Open takes time and memory bandwidth in proportion to the held bytes.
 //   - A message larger than 4 KiB costs more than its size: up to four neighbours are
 //     copied with each added message.
