@@ -47,7 +47,9 @@ var kinds = map[Kind]struct {
 }
 
 // A Fault is one planned fault. It happens when the consumers have made After effects since
-// the previous fault. So there is work to break, whatever the machine's speed.
+// the previous fault. So there is work to break, whatever the machine's speed. A Kill or a
+// Restart directly after a fault that still lasts comes in the middle of that fault instead,
+// and so does an Outage directly after a DiskFull.
 type Fault struct {
 	Kind  Kind `json:"kind"`
 	After int  `json:"after"` // number of effects, 0 to 100000
@@ -176,7 +178,8 @@ func Rolling(seed uint64, consumers, rounds, most int) Schedule {
 
 // Network returns a random schedule of faults of the network: in turn a loss of 5 to 35 %,
 // a delay, a blackhole, each of one to two seconds, and a reset. Each comes after 1 to most
-// effects. In the middle of one in four, a random consumer is killed.
+// effects. A kill of a random consumer follows one in four. It comes in the middle of the
+// fault, or 0 to most effects after a reset.
 func Network(seed uint64, consumers, faults, most int) Schedule {
 	random := rand.New(rand.NewPCG(seed, 3))
 	s := Schedule{Seed: seed, Consumers: consumers}

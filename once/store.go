@@ -15,9 +15,10 @@ import (
 // use.
 type Store interface {
 	// Claim waits until no living process has key, and takes it. If the effect is already
-	// done, Found.Done is true and the Claim is nil, except with Ask.Over. If ctx ends
-	// while another claim holds the key, Claim returns an [*UnderwayError]. A damaged mark
-	// is an [ErrInDoubt], except with Ask.Over.
+	// done, Found.Done is true and the Claim is nil. The Claim is not nil with Ask.Over, or
+	// if an earlier claim with Ask.Over is in doubt. If ctx ends while another claim holds
+	// the key, Claim returns an [*UnderwayError]. A damaged mark is an [ErrInDoubt], except
+	// with Ask.Over.
 	Claim(ctx context.Context, key string, ask Ask) (Claim, Found, error)
 
 	// Get reads a mark and never waits for a claim. done is false if there is no mark.

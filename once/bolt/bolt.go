@@ -506,7 +506,7 @@ type claim struct {
 	s        *Store
 	ctx      context.Context //nolint:containedctx // a claim is asked for the context that it was made with
 	key      string
-	before   *mark.Record // the existing mark of the key, if it was claimed with Ask.Over
+	before   *mark.Record // the mark that the key already has; nil if none
 	recorded bool         // the file says that the effect began
 }
 

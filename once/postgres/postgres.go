@@ -217,8 +217,9 @@ func (s *Store) Forget(ctx context.Context) (n int, err error) {
 
 // Step moves an entity to a state in the caller's transaction. first reports whether the
 // step is new: then the caller runs the step's effect in tx and commits. Otherwise the
-// entity has already been in the state. An impossible step is an [*once.StepError]. Steps
-// of one entity wait for each other's transactions. Step costs four round trips.
+// entity has already been in the state, or the step's effect is marked. An impossible step
+// is an [*once.StepError]. Steps of one entity wait for each other's transactions. Step
+// costs four round trips.
 func Step(ctx context.Context, tx pgx.Tx, m *once.Machine, entity, to string) (first bool, err error) {
 	if len(entity) < 1 || len(entity) > once.MaxKey || strings.ContainsRune(entity, 0) {
 		return false, fmt.Errorf("%w: entity %.80q: it must be 1 to %d bytes, without a zero byte", once.ErrKey, entity, once.MaxKey)
