@@ -42,10 +42,11 @@
 // # Who may ask
 //
 // A request to a loopback address or a Unix socket needs no token, unless tokens are
-// configured. Any other request needs TLS and a token. The listener's address of each
-// request decides ([http.LocalAddrContextKey]). So a server that listens on all addresses
-// by mistake serves this host only. An order must be application/json, and is refused if it
-// comes from a page of another origin.
+// configured. Without tokens its Host must be a loopback address or localhost. Any other
+// request needs TLS and a token. The listener's address of each request decides
+// ([http.LocalAddrContextKey]). So a server that listens on all addresses by mistake serves
+// this host only, if it has no TLS or no tokens. An order must be application/json, and is
+// refused if it comes from a page of another origin.
 //
 // # What ends by itself
 //
