@@ -46,7 +46,7 @@ say how to get in. They mean the same here and in "stormguard demo".`
 // errFound makes the exit status 1, after the findings were printed.
 var errFound = errors.New("the settings need work: see the findings above")
 
-// lookError makes the exit status 3: the doctor could not look at all settings.
+// lookError makes the exit status 3: a look failed, so there may be more to find.
 type lookError struct{ error }
 
 func (e lookError) Unwrap() error { return e.error }

@@ -115,7 +115,7 @@ func (rs *ranges) add(flags *pflag.FlagSet, usage string, r *ranged) {
 
 // accessFlags adds the flags for TLS and a user, which are the same for all brokers.
 // Their names begin with c.Prefix. tls is the help of --tls; if it is empty there is no
-// such flag, and --url selects TLS.
+// such flag, and --url selects TLS. sasl adds --sasl, which only Kafka has.
 func accessFlags(rs *ranges, flags *pflag.FlagSet, c *access.Config, tls string, sasl bool) {
 	if tls != "" {
 		flags.BoolVar(&c.TLS, c.Prefix+"tls", false, tls)

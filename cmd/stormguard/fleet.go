@@ -233,7 +233,7 @@ func newFleetJournal(op *operator) *cobra.Command {
 }
 
 // change requests a change of the configuration with a number; 0 is the newest one. The
-// process makes the change at once or never.
+// process makes the change while the request lasts, and never later.
 func (op *operator) change(cmd *cobra.Command, number uint64, done string, path func(number uint64) (string, any), values ...any) error {
 	if number == 0 {
 		var s fleet.Status

@@ -242,7 +242,8 @@ func (r *fleetRun) serve(ctx context.Context, p *fleet.Process, log *slog.Logger
 	}, nil
 }
 
-// join asks for a share, if the process is not in the roster and demands anything.
+// join asks for a share, if the process demands anything and is not in --roster. Without
+// --register or --roster it does nothing.
 func (r *fleetRun) join(ctx context.Context, p *fleet.Process) error {
 	if r.demand == 0 || len(r.roster) == 0 || r.store.url == "" || slices.Contains(r.roster, r.name) {
 		return nil

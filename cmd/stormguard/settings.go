@@ -86,7 +86,8 @@ func fillIn(cmd *cobra.Command) error {
 			all = append(all, fill(flags, f, path+": "+f.Name, file[f.Name]))
 		}
 	})
-	// Only the process at the URL next to the token may get the token.
+	// A token from the environment or the file is only for the process whose URL comes from the
+	// same place.
 	if from := places["token-file"]; from != "" && from != "the command line" && places["url"] != from {
 		all = append(all, fmt.Errorf("--token-file: that of %s is not for this --url, which is not from there: give both in one place", from))
 	}

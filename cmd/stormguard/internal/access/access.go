@@ -123,8 +123,8 @@ func (c Config) Open() (*Access, error) {
 	return a, nil
 }
 
-// Access holds the contents of a [Config]'s files. It does not change after
-// [Config.Open].
+// Access holds a [Config]'s user and mechanism, and the contents of its files. It does not
+// change after [Config.Open].
 type Access struct {
 	tls            *tls.Config // nil: plain text, or the system's certificates if a URL asks for TLS
 	user, password string

@@ -19,8 +19,8 @@ import (
 )
 
 // scram is the client's side of one conversation of SCRAM (RFC 5802). sarama has no
-// SCRAM of its own. scram sends names and passwords as they are: Kafka's brokers do not
-// prepare them by SASLprep.
+// SCRAM of its own. scram does not prepare names and passwords by SASLprep: Kafka's
+// brokers do not, either.
 type scram struct {
 	mechanism Mechanism
 	password  string

@@ -35,22 +35,23 @@ type Config struct {
 	Broker   string // one of Brokers
 	URL      string // the broker's address; empty: an embedded NATS, or a broker that is found or started
 	Schedule chaos.Schedule
-	Messages int           // least number of messages; publishing goes on until the last fault
-	Rate     int           // messages published per second, also without consumers; 0: as fast as the consumers
-	Drain    time.Duration // time limit after the last fault
+	Messages int           // least number of messages; publishing also goes on until the last fault is over
+	Rate     int           // messages published per second, however slow the consumers are; 0: as fast as the consumers
+	Drain    time.Duration // time limit for all messages, after the last fault
 	Mutant   Mutant        // empty: consumers without a bug
 	Spill    bool          // each consumer spills to disk, and keeps its state there
 	Exe      string        // the program with the command "chaos worker"; empty: this program
 }
 
 const (
-	inFlight    = 400 // most published messages without an effect
+	inFlight    = 400 // with more healthy messages without an effect, bounded publishes none
 	batch       = 50  // most messages published at once
 	keys        = 3   // keys for each consumer
-	poisonEvery = 97  // no multiple of a number of keys
+	poisonEvery = 97  // every 97th message is poison; 97 is no multiple of a number of keys
 	pad         = 200 // bytes of padding in each message
-	// stuckAfter limits two waits: for an effect, after which the run gives up, and for a hit
-	// of a fault of the network, after which the fault ends.
+	// stuckAfter limits four waits. The run gives up without an effect, or without a
+	// consumer's spill. A fault of the network ends without a hit. A batch without a
+	// confirmation is published again.
 	stuckAfter = time.Minute
 	idleAfter  = 2 * time.Second // without an effect for so long, one batch more is published
 
@@ -237,7 +238,8 @@ func (r *run) order() chaos.Redelivery {
 	return ordered
 }
 
-// address returns the broker's address. stop stops the broker if the run started it.
+// address returns the broker's address. stop stops a broker of the run's own. A broker that
+// brokers.Find found or started keeps running.
 func (r *run) address(ctx context.Context) (url string, stop func(), err error) {
 	k, none := kinds[r.cfg.Broker], func() {}
 	switch {
@@ -413,9 +415,9 @@ func (r *run) paced() func(ctx context.Context) []chaos.Instant {
 // errStuck means that messages have no effect any more. The report says so.
 var errStuck = errors.New("chaos: no effect for a minute")
 
-// faults runs the schedule. Some faults last. A kill or a restart comes in the middle of a
-// lasting fault, and an outage in the middle of a full disk. Any other fault waits for the end
-// of lasting faults.
+// faults runs the schedule. Some faults last. A kill or a restart right after a lasting fault
+// comes in its middle, and so does an outage right after a full disk. Any other fault but a kill
+// or a restart waits for the end of lasting faults.
 func (r *run) faults(ctx context.Context) error {
 	var lasts sync.WaitGroup
 	shown := make([]chaos.Fired, len(r.schedule.Faults)) // by fault; the goroutine of a lasting fault writes its own
@@ -455,8 +457,8 @@ func (r *run) faults(ctx context.Context) error {
 	return nil
 }
 
-// begin starts a fault. For a lasting fault it returns end, which ends the fault. Then shown
-// has the counters that prove that the fault happened.
+// begin starts a fault. For a lasting fault it returns end, which ends the fault. After the end
+// of the fault shown has the counters that prove that the fault happened.
 func (r *run) begin(ctx context.Context, f chaos.Fault, shown *chaos.Fired) (end func() error, err error) {
 	switch f.Kind {
 	case chaos.Kill: // a lasting fault goes on: the next process starts in it
@@ -628,7 +630,8 @@ func (r *run) awaitEffects(ctx context.Context, n int, middle <-chan time.Time) 
 }
 
 // drain waits until all messages have their effects and the broker has none left. Then it
-// stops the consumers and checks again: some brokers do not count a consumer's messages.
+// stops the consumers and checks again: some brokers do not count a consumer's messages. If
+// any are left, it starts the consumers again, and waits until cfg.Drain is over.
 func (r *run) drain(ctx context.Context) error {
 	over := time.Now().Add(r.cfg.Drain)
 	var left int
@@ -684,7 +687,8 @@ func leftInSpill(dir string) (left int, err error) {
 	return left, err
 }
 
-// end closes a consumer's stdin, and waits until it has ended.
+// end closes a consumer's stdin, and waits until it has ended. After a minute it kills the
+// consumer, and returns an error.
 func (r *run) end(consumer int) error {
 	p := r.consumers[consumer]
 	r.consumers[consumer] = nil

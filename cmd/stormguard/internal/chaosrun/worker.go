@@ -41,8 +41,9 @@ type Job struct {
 	As      []string `json:"as"`      // the broker's addresses, reached through Network
 }
 
-// confirmsWithin is how long the run waits for the broker to confirm a batch. If the run breaks
-// the broker, an answer may be lost: then it waits for broken only, and publishes again.
+// confirmsWithin is how long the run waits for the broker to confirm a batch: stuckAfter. If the
+// run breaks the broker, an answer may be lost: then it is the argument broken. After it the run
+// publishes again.
 func (j Job) confirmsWithin(broken time.Duration) time.Duration {
 	if j.OneByOne {
 		return broken
@@ -107,8 +108,8 @@ func Work(ctx context.Context, job string, stdin io.Reader, stderr io.Writer) (e
 	return errors.Join(err, closeErr, closeMarks())
 }
 
-// openMarks opens the store of package once. Several consumers share one store. It retries, as
-// the disk may be full.
+// openMarks opens the store of package once. Several consumers share one store, in NATS. For a
+// single consumer it opens a file, and retries, as the disk may be full.
 func openMarks(ctx context.Context, j Job) (once.Store, func() error, error) {
 	if j.Consumers == 1 {
 		marks, err := patiently(ctx, func() (*bolt.Store, error) { return bolt.Open(j.Marks, bolt.Config{}) })

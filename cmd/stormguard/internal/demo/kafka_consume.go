@@ -48,8 +48,9 @@ func (p *kafkaRun) unguarded(ctx context.Context, handle handler) (err error) {
 }
 
 // insistent tries a message up to maxDeliver times in place, and then writes it to
-// the DLQ: a partition has no other way to repeat a single message. While a dead
-// letter is unconfirmed it tries other messages, but marks none of them.
+// the DLQ: a partition has no other way to repeat a single message. While dead
+// letters are unconfirmed it tries further messages, until one succeeds. It marks a
+// message only after the dead letters before it are confirmed.
 type insistent struct {
 	dlq     string
 	letters sarama.AsyncProducer // used by the only claim

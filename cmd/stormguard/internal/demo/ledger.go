@@ -120,8 +120,8 @@ type Figures struct {
 	OutOfOrder        int     `json:"out_of_order"`
 }
 
-// pause is the length of a gap without calls that shows that the guard has
-// stopped calling the handler.
+// pause is the shortest gap between calls that shows that the handler is no longer
+// called all the time.
 const pause = 50 * time.Millisecond
 
 // Figures measures the run, which ended at end. buried are the messages in the
@@ -206,8 +206,8 @@ func (l *Ledger) containLocked() time.Duration {
 	return l.up - l.down
 }
 
-// drainLocked is the time from the end of the outage until the backlog is gone.
-// The caller holds mu.
+// drainLocked is the time from the end of the outage until the backlog is gone, or
+// until end if it never is. The caller holds mu.
 func (l *Ledger) drainLocked(settled []time.Duration, caughtUp int, end time.Duration) time.Duration {
 	type change struct {
 		at time.Duration

@@ -103,7 +103,7 @@ func picture(cfg Config, s side, run int, history []sample, width int) []line {
 }
 
 // bars returns the latest n steps of the run, the newest last, and the highest
-// value of the whole run.
+// value of the whole run. With fewer steps NaN fills the rest of values.
 func bars(history []sample, of func(sample) int, n int) (values []float64, top float64) {
 	values = make([]float64, n)
 	for i := range values {
@@ -151,7 +151,8 @@ func timeline(cfg Config, x sample, width int) line {
 	return l
 }
 
-// status describes the current phase and its remaining time.
+// status describes the current phase and its remaining time; after the outage, the
+// time since then.
 func status(cfg Config, x sample) line {
 	l := line{{plain, fmt.Sprintf(" %4.1f s   dependency ", x.at.Seconds())}}
 	switch back := cfg.WarmUp + cfg.Outage; x.phase {

@@ -98,8 +98,8 @@ var platforms = map[Kind]platform{Kafka: onKafka, NATS: onNATS, RabbitMQ: onRabb
 // refuses.
 func (c Config) platform() platform { return platforms[c.kind()] }
 
-// Validate reports all errors of broker, address, files and Errors. It names the
-// command's flags, not the fields.
+// Validate reports all errors of address, Creds, Access and Errors, or else an unknown
+// broker. It names the command's flags, not the fields.
 func (c Config) Validate() error {
 	if !slices.Contains(Kinds(), c.kind()) {
 		return fmt.Errorf("--broker %q: must be one of %q", c.Broker, Kinds())

@@ -144,8 +144,8 @@ func (p *rabbitRun) buried(context.Context) (int, error) {
 	return q.Messages, err
 }
 
-// exhume reads the messages of the DLQ and acks them: the broker delivers at most
-// 2,000 unacked messages.
+// exhume takes the messages out of the DLQ, with automatic acks: the broker delivers
+// at most 2,000 unacked messages.
 func (p *rabbitRun) exhume(ctx context.Context, start time.Time) ([]dead, error) {
 	n, err := p.buried(ctx)
 	if err != nil || n == 0 {

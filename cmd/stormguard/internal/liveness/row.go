@@ -80,8 +80,8 @@ func (t *trial) missf(format string, args ...any) {
 	t.Missed = append(t.Missed, fmt.Sprintf(format, args...))
 }
 
-// passed and drained keep the worst time of the run, as a part of its limit. A time below 0
-// means that the event never came.
+// passed and drained keep the run's worst time: the one that uses most of its limit. A time
+// below 0 means that the event never came.
 func (t *trial) passed(took, limit time.Duration) {
 	worst(&t.Passed, &t.PassedLimit, took, limit)
 	t.within("passed", took, limit)

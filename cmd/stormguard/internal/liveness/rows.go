@@ -22,7 +22,7 @@ const (
 
 // The limits of the table.
 const (
-	passBase, passEach    = 2 * time.Second, 500 * time.Millisecond // adjacent poison with unknown errors: once, and for each message
+	passBase, passEach    = 2 * time.Second, 500 * time.Millisecond // adjacent poison: once, and for each message
 	messageBase           = time.Second                             // replaces passBase if the errors blame the message
 	recoveryBase          = time.Second                             // idle time after an outage, see recoveryLimit
 	recoveryShare         = 10                                      // further idle time: the outage divided by this
@@ -43,8 +43,8 @@ const (
 	mostAdjacent          = 64  // poison messages in a row
 	provenCredits         = 500 // credits for proven poison at the start
 	sparseAll             = 110 // runs of 96 hours each
-	sparseGaps            = 3   // mean gaps within which a message comes, and shows that the dependency is back
-	sparseMost            = 8   // guesses in an outage of at most two hours: each waits twice as long as the one before
+	sparseGaps            = 3   // gaps between messages until one comes, and shows that the dependency is back
+	sparseMost            = 8   // guesses of a source in an outage of at most two hours: each waits twice as long as the one before
 )
 
 // specs returns the rows of the table.

@@ -62,7 +62,8 @@ type load struct {
 }
 
 // world is one guard with its sources, an in-memory broker and a dependency, all in one
-// bubble. The bubble's first goroutine calls all its methods except the handler's.
+// bubble. The bubble's first goroutine calls all its methods. Other goroutines call only now,
+// draw and mistakef.
 type world struct {
 	load
 
@@ -113,7 +114,7 @@ type source struct {
 	log     []entry       // messages delivered at least once, and messages of send
 	next    int           // the first message that was not delivered yet
 	ends    int           // messages sent so far, if the load is over; -1 while it lasts
-	from    time.Duration // when the message at was sent
+	from    time.Duration // when the message at is sent
 	at      int           // a message; later messages follow at the load's rate
 	poisons int           // poison messages in log
 	healthy int           // handled messages

@@ -26,7 +26,7 @@ import (
 // the run is judged, until each node was hot twice.
 const (
 	quiet    = 1500 * time.Millisecond // before the first fault: all nodes meet, and mint
-	troubled = 14 * time.Second        // span of the faults: nodes may be lost to each other
+	troubled = 14 * time.Second        // span of the faults: long enough for nodes to be lost to each other
 	settle   = 8 * time.Second         // 5.1 s to meet again, 1.011 s to mint, and over a second more
 	unheard  = 200 * time.Millisecond  // from the loss of the register until a process notices it
 	turn     = 500 * time.Millisecond  // how long each node is hot

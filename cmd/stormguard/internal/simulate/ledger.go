@@ -59,8 +59,8 @@ func (l *ledger) limit(now time.Duration, rate, burst float64) {
 	}
 }
 
-// reset fills the ideal bucket only. The fleet's admissions after a reset are over the
-// bound.
+// reset fills the ideal bucket only. So the burst that the fleet admits for a reset is over
+// the bound.
 func (l *ledger) reset(now time.Duration) {
 	l.ideal.flow(now)
 	l.ideal.level = l.ideal.burst

@@ -207,8 +207,8 @@ func (c *citizen) write(now time.Duration) {
 	})
 }
 
-// put writes to the register. After a write it tells all citizens except by, who gets the
-// answer.
+// put writes to the register. After a write, or an unknown outcome, it tells all citizens
+// except by, who gets the answer.
 func (w *world) put(number uint64, document []byte, by *citizen) fleetstate.WriteResult {
 	result := w.store.write(number, document)
 	if result != fleetstate.NotWritten {

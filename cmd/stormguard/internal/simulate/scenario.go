@@ -85,7 +85,7 @@ type Gate string
 
 // The gates.
 const (
-	Gated   Gate = "strict"  // the row's own limit
+	Gated   Gate = "strict"  // the row's own limit, above the formula if the row has one
 	Printed Gate = "printed" // the row's formula: no design has both sides of the trade-off
 )
 
@@ -431,8 +431,8 @@ func changes(add func(sc scenario, with ...func(*scenario))) {
 	// Before the storm the ideal bucket is full and the fleet's buckets are empty. With a
 	// burst of 5,000 tokens this difference shows for 2.5 s.
 	//
-	// The constants give the cost in time of the whole rate. All nodes have single
-	// messages, each 42 ms. So the forecast has its largest uncertainty, and keeps 2 - 0.3
+	// The constants give the cost in time of the whole rate. Each node has single messages,
+	// one every 42 ms. So the forecast has its largest uncertainty, and keeps 2 - 0.3
 	// times the tokens of two steps. Learners hold that many tokens, with their loans, and
 	// lose them with the caps when shares change. Afterwards members hold as many. While
 	// shares change nobody mints.

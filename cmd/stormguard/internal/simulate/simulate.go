@@ -174,7 +174,7 @@ func (c Config) choose() (chosen []scenario, err error) {
 }
 
 // runAll runs each scenario with each seed, on all processors. The longest scenarios run
-// first. The error is the context's.
+// first. Scenarios whose memory is measured run last, one at a time. The error is the context's.
 func runAll(ctx context.Context, chosen []scenario, strategy Strategy, seeds []uint64, stderr io.Writer) ([]Row, error) {
 	type job struct{ row, seed int }
 	results := make([][]Result, len(chosen))
@@ -416,7 +416,7 @@ func (r *Result) verdict() string {
 }
 
 // A Row is one scenario with all its seeds. Each figure is the worst of any seed;
-// Asked and Admitted are sums.
+// Asked, Admitted and Took are sums.
 type Row struct {
 	Result
 
