@@ -31,9 +31,9 @@ type Kills struct {
 	Left func() int
 }
 
-// LosesNothing fails the test if a message is never handled, if more than Twice messages
-// per kill are handled again, or if a message is first handled before all earlier messages
-// of its lane.
+// LosesNothing fails the test if a message is never handled, if messages are handled again
+// more than Kills*Twice times, or if a message is first handled before an earlier message of
+// its lane.
 func (k Kills) LosesNothing(t *testing.T) {
 	t.Helper()
 	b := k.run(t, false)
@@ -54,8 +54,9 @@ func (k Kills) CatchesMutant(t *testing.T) {
 	}
 }
 
-// run publishes messages, starts and kills processes, and returns the audit when all
-// messages are handled.
+// run publishes messages, and starts and kills processes. It returns the audit when the
+// broker has no message left and all are handled. If some are lost, it returns after 2 s in
+// which no process handles a message.
 func (k Kills) run(t *testing.T, mutant bool) books {
 	t.Helper()
 	l := newLedger(t, k.Kills*k.Each, k.Lanes)

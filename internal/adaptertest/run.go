@@ -86,7 +86,7 @@ func (r *Running) Stop(t testing.TB) error {
 	return r.Wait(t)
 }
 
-// Wait waits for the consumer to end by itself, and returns its error.
+// Wait waits for the consumer to end by itself, for 50 s at most, and returns its error.
 func (r *Running) Wait(t testing.TB) error {
 	t.Helper()
 	select {

@@ -26,7 +26,8 @@ import (
 // the parent. The parent lets it continue, or kills it there or shortly after. The next
 // process begins two messages before the first unacked one.
 type Kills struct {
-	// Kills is the number of kills; 0 means 30, or 1,000 with STORMGUARD_FULL=1.
+	// Kills is the number of kills between the begin of an effect and its mark; 0 means 30,
+	// or 1,000 with STORMGUARD_FULL=1.
 	Kills int
 	// Mode and Args are passed to the child.
 	Mode string
@@ -219,7 +220,8 @@ func (l *loop) middle() int {
 // andOn marks a point that the process had left.
 const andOn = " and on"
 
-// process runs one child: until a kill if end is 0, otherwise until the message end.
+// process runs one child. If end is 0 it runs until a kill. Otherwise it handles the messages
+// before end, and ends by itself.
 func (l *loop) process(end int) {
 	t := l.t
 	t.Helper()
@@ -280,7 +282,7 @@ func (l *loop) talk(out io.Reader, in io.Writer, mayKill bool, kill func() error
 				_ = kill()
 				continue
 			}
-			// The child continues, and is killed at a random moment.
+			// The child continues, and is killed within 3 ms, at a random moment.
 			time.AfterFunc(time.Duration(l.rng.IntN(3000))*time.Microsecond, func() { _ = kill() })
 		}
 		if _, err := io.WriteString(in, "\n"); err != nil {

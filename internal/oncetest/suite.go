@@ -140,7 +140,8 @@ func panicRunsAgain(ctx context.Context, t *testing.T, open Opener) {
 	want(t, &c, 1)
 }
 
-// twins makes many deliveries of few keys at the same time, through several handles.
+// twins makes many deliveries of few keys at the same time, through several handles. Each
+// effect must run once.
 func twins(ctx context.Context, t *testing.T, open Opener) {
 	const handles, goroutines, rounds = 3, 4, 8
 	var counters [rounds]counter
