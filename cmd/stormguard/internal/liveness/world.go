@@ -71,9 +71,9 @@ type world struct {
 	start time.Time
 	g     *guard.Guard
 	all   []*source
-	wrong []string // broken invariants
 
-	mu    sync.Mutex // guards the fields below, and wrong in mistakef
+	mu    sync.Mutex // guards the fields below
+	wrong []string   // broken invariants
 	rng   *rand.Rand // for all draws during the run
 	down  class      // how the dependency fails now; empty while it is up
 	calls int        // calls of the dependency since the latest fail
@@ -199,14 +199,17 @@ func (w *world) until(d time.Duration, f func() bool) {
 	}
 }
 
-// check adds broken invariants of the sources' accounts to wrong.
+// check adds broken invariants of the sources' accounts to wrong, while that has few.
 func (w *world) check() {
-	if len(w.wrong) > 3 {
+	w.mu.Lock()
+	many := len(w.wrong) > 3
+	w.mu.Unlock()
+	if many {
 		return
 	}
 	for _, s := range w.all {
 		if err := s.src.Account().Check(); err != nil {
-			w.wrong = append(w.wrong, fmt.Sprintf("%s: %v", s.name, err))
+			w.mistakef("%s: %v", s.name, err)
 		}
 	}
 }
