@@ -234,7 +234,7 @@ func closeWithin(ctx context.Context, field string, f func() error) error {
 			done = nil
 			late.Reset(lastCall)
 		case <-late.C:
-			return fmt.Errorf("guard: %s: the disk does not answer: %w", field, context.Cause(ctx))
+			return fmt.Errorf("guard: %s: the disk does not answer: %w", field, cmp.Or(context.Cause(ctx), context.DeadlineExceeded))
 		}
 	}
 }

@@ -5,6 +5,7 @@ package guard
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"strings"
 	"testing"
@@ -69,6 +70,21 @@ func TestCloseWithoutACause(t *testing.T) {
 			t.Errorf("%v", err)
 		}
 		time.Sleep(time.Hour)
+	})
+}
+
+// A Close without a limit waits an hour for a disk, and then says so.
+func TestCloseOfADiskThatHangs(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		answers := make(chan struct{})
+		err := closeWithin(t.Context(), "Config.StateDir", func() error {
+			<-answers
+			return nil
+		})
+		close(answers)
+		if !errors.Is(err, context.DeadlineExceeded) || strings.Contains(err.Error(), "%!") || !strings.Contains(err.Error(), "Config.StateDir") {
+			t.Errorf("%v", err)
+		}
 	})
 }
 
