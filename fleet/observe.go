@@ -87,7 +87,7 @@ func (p *Process) look(o options) (*seen, error) {
 	}
 	tokens := gauge(metricTokens, "{token}", "Tokens of this process, by state: level, cap, lent, held, pinned.")
 	share := gauge(metricShare, "1", "This process's share of the rates.")
-	stranded := gauge(metricShareStranded, "1", "Shares of members that are not heard: what nobody mints.")
+	stranded := gauge(metricShareStranded, "1", "Shares of members that are not heard. Nobody mints them, unless TakeOver is on.")
 	keys := gauge(metricKeys, "{key}", "Keys of limits that are known.")
 	admitted := counter(metricAdmitted, "{token}", "Tokens admitted here, by key.")
 	denied := counter(metricDenied, "{token}", "Tokens asked for here and not given, by key.")
