@@ -57,7 +57,7 @@ func (p *Process) away(err error) {
 }
 
 // readIn takes in a document of the register. A refused document is a problem in the Status, which
-// lookAround logs.
+// reportStatus logs.
 func (p *Process) readIn(number uint64, document []byte) {
 	was := p.config.Status(p.clock()).Away
 	if err := p.config.Read(p.clock(), number, document); err == nil && was != nil && p.config.Status(p.clock()).Away == nil {

@@ -17,7 +17,7 @@ import (
 // an operator resumes the source.
 const keepFor = 2 * time.Hour
 
-// onDisk is what a source inherits from its previous epoch. A channel or a claim that comes and
+// carryOver is what a source inherits from its previous epoch. A channel or a claim that comes and
 // goes must not refill the DLQ budget, begin the guesses of an outage anew, or undo an operator's
 // pause. It must not call a dependency that asked for time (Backoff) too early, either.
 type carryOver struct {

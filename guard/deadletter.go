@@ -169,7 +169,7 @@ const byHandBatch = 1024
 
 // failedWaiting returns the messages that an operator may dead-letter: those that have failed
 // and wait. With OrderNone these are all such messages, else the head of each lane and the
-// failed messages next to it. With inPlace it is the head alone, because its dead letter keeps
+// failed messages next to it. With blocksLane it is the head alone, because its dead letter keeps
 // the others waiting. The result is not sorted; the ids give the order.
 func (c *machine[M]) failedWaiting() (all []*item[M]) {
 	for _, l := range c.lanes {
@@ -239,7 +239,7 @@ func (c *machine[M]) tidy() {
 }
 
 // deadLetter hands an item to the dead-letter writer. The item's lane goes on at once, with
-// inPlace when the letter is confirmed.
+// blocksLane when the letter is confirmed.
 func (c *machine[M]) deadLetter(it *item[M], why dlq.Reason) {
 	it.verdict = why
 	if c.blocksLane && it.lane != nil {

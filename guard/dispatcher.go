@@ -36,7 +36,7 @@ const (
 	putOffMax = time.Second
 )
 
-// dispatcher is the dispatcher: it writes the dead letters of all sources that share a writer, one
+// dispatcher writes the dead letters of all sources that share a writer, one
 // after the other. It is also the breaker of that writer. Its goroutine ends when no letter is
 // left. A write that takes longer than writeSlow goes on beside the writes of other sources.
 //
@@ -146,7 +146,7 @@ func (w *bench) end(now time.Duration, queue *fifo[postable]) (over bool) {
 type postable interface {
 	// record makes the dead letter. The error is [ErrClosed] if the source has ended.
 	record() (*dlq.Record, error)
-	// waitRetry parks the message for another try. parked is false if it is to be dead-lettered.
+	// park parks the message for another try. parked is false if it is to be dead-lettered.
 	park(ctx context.Context, r *dlq.Record) (parked bool, err error)
 	// confirmed tells the source that the letter is written, or the message parked.
 	confirmed(ctx context.Context, parked bool)
@@ -301,8 +301,8 @@ func answerOf(err error) answer {
 	return broken
 }
 
-// historyBytes records the answer to a write. It returns why letters of the source failed before (was),
-// and why they fail now (is).
+// recordAnswer records the answer to a write. It returns why letters of the source failed before
+// (was), and why they fail now (is).
 func (b *dispatcher) recordAnswer(l postable, what answer, err error) (was, is ailment) {
 	now := b.g.now()
 	b.mu.Lock()

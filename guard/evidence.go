@@ -307,7 +307,7 @@ func (c *machine[M]) inVain(now time.Duration, head *item[M]) bool {
 }
 
 // looks tells whether messages behind a head may be tried at all. Without a dead-letter writer
-// a look would not help, and with inPlace it would prove nothing.
+// a look would not help, and with blocksLane it would prove nothing.
 func (c *machine[M]) looks() bool { return c.letters && !c.blocksLane && !c.policy.StrictOrder }
 
 // round is the look of a probe: the probe's token goes on to the next message.
@@ -612,7 +612,7 @@ func (c *machine[M]) guessAt(now time.Duration, it *item[M]) time.Duration {
 	}
 	patience := c.policy.Retry.Patience
 	quiet := patience << doubt
-	// The next message may tell. But parked messages (inPlace) come when they are due.
+	// The next message may tell. But parked messages (blocksLane) come when they are due.
 	if c.own() == c.ownAtGap && !c.blocksLane {
 		quiet = max(quiet, min(quietGaps*c.gap, patience<<maxDoubt))
 	}

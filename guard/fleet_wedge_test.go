@@ -468,7 +468,7 @@ func (r *fleetRig) turn(b *atomic.Bool) {
 	}
 }
 
-// toWrite says what is wrong about a healthy message's dead letter, if anything. A
+// condemned says what is wrong about a healthy message's dead letter, if anything. A
 // dependency that comes and goes may cost one (docs/design.md), but only after a proof
 // of life: another message succeeded after it had failed, and it failed twice more. Or
 // it was one of the last that were fed, and so a guess: that waits for Retry.Patience, and

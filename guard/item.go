@@ -225,7 +225,7 @@ func (h dueHeap[M]) Swap(i, j int) {
 }
 
 func (h *dueHeap[M]) Push(x any) {
-	it := x.(*item[M]) //nolint:forcetypeassert // only park pushes
+	it := x.(*item[M]) //nolint:forcetypeassert // only waitRetry pushes
 	it.heap = len(*h)
 	*h = append(*h, it)
 }

@@ -322,7 +322,7 @@ func (c *machine[M]) counted(it *item[M], n int) {
 	}
 }
 
-// undoubted takes an item out of lucks: it is not failed and undecided any more.
+// undoubted takes an item out of failureLives: it is not failed and undecided any more.
 func (c *machine[M]) undoubted(it *item[M]) {
 	if it.doubtful != 0 {
 		c.failureLives.drop(it.doubtful)
@@ -409,7 +409,7 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int, onDisk *s
 	}
 }
 
-// handOver takes a message over from the closed path, which called the handler at began. The
+// takeOver takes a message over from the closed path, which called the handler at began. The
 // message is processing.
 func (c *machine[M]) takeOver(began time.Duration, m M, key uint64, size int) *item[M] {
 	c.arrived(max(c.came, began))

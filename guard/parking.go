@@ -108,7 +108,7 @@ func (c *machine[M]) callable() bool {
 		c.order() == OrderNone && c.queued > 0
 }
 
-// waitRetry parks the message of a letter. parked is false if it is to be dead-lettered.
+// park parks the message of a letter. parked is false if it is to be dead-lettered.
 func (l letter[M]) park(ctx context.Context, r *dlq.Record) (parked bool, err error) {
 	s := l.s
 	of := cmp.Or(s.from, parent(s)) // the source that has the breaker

@@ -70,7 +70,7 @@ type Source[M any] struct {
 	c        machine[M] // the loop may read its policy and gate without mu, see Update
 	feed     *Feed[M]
 	batch    []M           // messages that the loop took at once; replaced under mu, read by the loop
-	batchAt  uint64        // started+adopted when batch was taken
+	batchAt  uint64        // started+takenOver when batch was taken
 	diverted int           // messages of batch that went to the machine
 	lookAt   time.Duration // when the loop must wake the workers; 0 is never
 	demanded int           // the latest number for Port.Demand, told or about to be told

@@ -75,7 +75,7 @@ type savedRule struct {
 	Until time.Time `json:"until"`
 }
 
-// savedSource is the written form of kept.
+// savedSource is the written form of carryOver.
 type savedSource struct {
 	At        time.Duration           `json:"at,omitempty"` // when the source ended; 0 for an open source
 	Budget    *credit.Saved           `json:"budget,omitempty"`
@@ -541,7 +541,7 @@ func (k carryOver) saved() (savedSource, bool) {
 // its own source when it was made, and the source that takes it over checks it again.
 const anyRate = 1e-9
 
-// onDisk is s in the Guard that reads it at now. An invalid budget is left out.
+// kept is s in the Guard that reads it at now. An invalid budget is left out.
 func (s savedSource) kept(now time.Duration) carryOver {
 	k := carryOver{
 		guesses: s.Guesses, guessedAt: s.GuessedAt, paused: s.Paused, pauseEnds: s.PauseEnds, asked: s.Asked,

@@ -114,8 +114,8 @@ func (g *Guard) sweepAll() (moving bool) {
 type seen struct {
 	word    uint64        // Source.word
 	adopted uint64        // Source.takenOver
-	since   atomic.Int64  // when word or adopted changed; callBegan reads it, too
-	mark    atomic.Uint64 // the value that since belongs to: word, plus adopted in its number
+	since   atomic.Int64  // when word or takenOver changed; callBegan reads it, too
+	mark    atomic.Uint64 // the value that since belongs to: word, plus takenOver in its number
 	storm   time.Duration // when the machine is swept again
 	awake   bool          // time alone may change the source: the sweeper must not park
 

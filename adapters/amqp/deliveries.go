@@ -159,7 +159,7 @@ func guarded(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan
 // maxQos is the largest prefetch that AMQP can set.
 const maxQos = 65535
 
-// session is one passive epoch. Three goroutines: one reads the deliveries, one
+// passiveSession is one passive epoch. Three goroutines: one reads the deliveries, one
 // hands them out, and one watches over both and ends the source.
 //
 // mu is taken alone: nothing is called under it.

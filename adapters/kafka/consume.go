@@ -181,7 +181,7 @@ func (c *consuming) ends() (refused, claims error) {
 	return refused, claims
 }
 
-// warn logs a new error at once, and the same error again after sayAgain, with its count.
+// warn logs a new error at once, and the same error again after repeatAfter, with its count.
 func (c *consuming) warn(topics []string, err error, wait time.Duration) {
 	c.mu.Lock()
 	log, text, now := c.log, err.Error(), time.Now()

@@ -28,7 +28,7 @@ import (
 // copies forgets all acks.
 //
 // Each message needs two lookups, so copies is a table. It remembers an acked message until
-// another message takes its place. The map beside has messages whose place is taken by an
+// another message takes its place. The map overflow has messages whose place is taken by an
 // unsettled message. copies is safe for concurrent use.
 type copies struct {
 	prefix      atomic.Pointer[string] // common start of the ack subjects, up to the count of deliveries

@@ -166,7 +166,7 @@ type openPull struct {
 	short bool          // the pull brought fewer messages than asked for
 	err   error
 
-	// Guarded by pulls.mu.
+	// Guarded by pullTurns.mu.
 	rest int  // how many messages the pull may still bring
 	gone bool // the call that opened the pull has returned
 }

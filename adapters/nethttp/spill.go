@@ -18,7 +18,7 @@ import (
 
 var _ guard.Keeper[*held] = port{}
 
-// stored is what the spill keeps of a request beside its body. Values that a client chooses are
+// spillHead is what the spill keeps of a request beside its body. Values that a client chooses are
 // bytes: as text, JSON would change invalid UTF-8.
 type spillHead struct {
 	ID     string              `json:"id"`

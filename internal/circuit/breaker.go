@@ -868,7 +868,7 @@ const (
 
 var probeCause = [...]breaker.Cause{failed: breaker.CauseProbe, down: breaker.CauseProbe, tooSlow: breaker.CauseSlow, lost: breaker.CauseLost}
 
-// tellLocked passes a probe's outcome to gobreaker, which answers in judged. gobreaker is
+// tellLocked passes a probe's outcome to gobreaker, which answers in gobreakerState. gobreaker is
 // not told a failure that only slows the phase: the rest of that phase is judged by hand.
 func (b *Breaker) tellLocked(p *probe, err error) {
 	if p.done != nil && !b.byHand {

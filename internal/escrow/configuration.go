@@ -186,7 +186,7 @@ func Losers(from, to Configuration) []string {
 // shrank keeps within it. So at every instant each node uses at most its share in the newest
 // configuration that is complete anywhere. All nodes together use at most the whole limit.
 
-// newestWeight is the latest configuration that was adopted.
+// newest is the latest configuration that was adopted.
 func (n *Node) newest() *term { return n.terms[len(n.terms)-1] }
 
 // Configuration returns the newest configuration that the node has adopted.

@@ -26,7 +26,7 @@ type driver struct {
 
 func (d *driver) init() { d.kick, d.armed = make(chan struct{}, 1), never }
 
-// namedByPeer makes the driver tick the set at the given time at the latest. The caller holds Set.mu.
+// by makes the driver tick the set at the given time at the latest. The caller holds Set.mu.
 func (d *driver) by(at time.Duration, s *Set) {
 	switch {
 	case !d.running:

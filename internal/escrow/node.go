@@ -68,7 +68,7 @@ type Node struct {
 	rand              *rand.Rand
 }
 
-// A burial records an incarnation that is over.
+// An endedIncarnation records an incarnation that is over.
 type endedIncarnation struct {
 	incarnation uint64
 	at          time.Duration

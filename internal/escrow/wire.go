@@ -267,7 +267,7 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	if p == nil {
 		p = n.peer(c.From)
 	}
-	n.memberVoided(p.index) // a peer that writes to this incarnation has buried the earlier one
+	n.memberVoided(p.index) // a peer that writes to this incarnation has ended the earlier one
 	if c.Sent > p.sent {
 		p.sent, p.heard, p.rest, p.configuration = c.Sent, n.now, c.Rest, configuration
 		if n.silent[p.id.Name] {

@@ -161,7 +161,7 @@ type Configurator struct {
 	selfIndex int          // this process's index in voters, -1 if there is none
 	peers     map[string]*confPeer
 	list      []*confPeer        // the peers in the order in which they were met
-	applied   map[string]uint64  // the newest configuration that each name says it has applied; see takeWord
+	applied   map[string]uint64  // the newest configuration that each name says it has applied; see noteApplied
 	knew      map[string]uint64  // the newest configuration that each name has known
 	gone      map[string]release // names that were evicted, or left with a lease
 	own       uint64             // the newest configuration that the applier has applied

@@ -31,7 +31,7 @@ type peer struct {
 	bits          uint64        // bit i: heard-i was merged
 	refuse        []uint64      // per section, bit i: the section did not take in heard-i
 	peerSent      time.Duration // peer's clock: highest sent stamp
-	peerSentAt    time.Duration // own clock: when theirs came
+	peerSentAt    time.Duration // own clock: when peerSent came
 	owes          bool          // we owe the peer a packet
 	rest          time.Duration // how much later than a keep-alive its next packet may come
 	fullPaceUntil time.Duration // own clock: until then the peer wants keep-alives at their full pace

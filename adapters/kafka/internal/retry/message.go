@@ -49,7 +49,7 @@ type Message struct {
 	claim     string
 	group     string // the group that parked it; "" if the record does not say
 	due       int64  // when it is handed over: notBefore, or later, after waiting messages of its key
-	waitUntil int64  // if not 0: the handler was not called, and the message waits again until back
+	waitUntil int64  // if not 0: the handler was not called, and the message waits until this time
 	size      int
 }
 

@@ -121,7 +121,7 @@ const (
 	fateHandle fateKind = iota
 	fateFollow          // write the message to level, then settle it
 	fateSettle          // settle the message: it is a copy
-	fateWait            // the message stays where it is for now
+	fateWait            // the message stays where it is until due
 	fateAwait           // the message's key is about to be free
 	fateFull            // the message must follow, and the table is full
 )
