@@ -618,9 +618,11 @@ func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
 		}
 		select {
 		case <-it.w.src.Ended():
+			it.inner.Stop() // the program may call Stop late, and each message that comes waits for its AckWait
 			return nil, guard.ErrClosed
 		case item, ok := <-it.w.src.Ready():
 			if !ok {
+				it.inner.Stop()
 				return nil, guard.ErrClosed
 			}
 			if m := it.w.hand(item); m != nil {

@@ -597,6 +597,33 @@ func TestWrappedSourceEndsDuringAPull(t *testing.T) {
 	}
 }
 
+// The pull of an iterator ends when Next has said that the source has ended, though no message
+// comes and the program does not call Stop.
+func TestWrappedIteratorEndsItsPull(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{})
+	g := adaptertest.Guard(t, guard.Config{})
+	w := wrap(t, g, r.consumer)
+	r.publish(t, subject, 0, 1)
+	it, err := w.Messages(jetstream.PullExpiry(5 * time.Minute))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer it.Stop()
+	m, err := it.Next()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var closing sync.WaitGroup
+	defer closing.Wait()
+	defer func() { _ = m.Ack() }() // Close waits for it
+	closing.Go(func() { _, _ = g.Close(context.Background()) })
+	if _, err := it.Next(); !errors.Is(err, guard.ErrClosed) {
+		t.Fatal(err)
+	}
+	adaptertest.Eventually(t, "no pull is open", func() bool { return r.info(t).NumWaiting == 0 })
+}
+
 // A call that waits for a message ends as soon as the source does, and not when the
 // program has settled the messages that it has.
 func TestWrappedWaitsEndWithTheSource(t *testing.T) {
