@@ -341,7 +341,7 @@ func TestFleetComesBack(t *testing.T) {
 	}
 	if os.Getenv("STORMGUARD_FULL") != "" {
 		if seeds = 600; guard.RaceEnabled {
-			seeds = 60 // five seconds of a processor each
+			seeds = 10 // ten seconds of a processor each
 		}
 	}
 	for seed := range seeds {
