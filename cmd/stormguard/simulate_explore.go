@@ -8,6 +8,8 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"sync/atomic"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -31,10 +33,11 @@ later that is looked at, until each was hot twice. A run fails if
 A run that fails is printed with its faults, and its seed runs it again.
 
 With --register the fleets keep their configuration in a real store. Each run makes a
-new register there and does not delete it: use a store for tests.`
+new register there and does not delete it: use a store for tests. A run whose register
+does not answer begins anew, for two minutes.`
 
 func newSimulateExplore() *cobra.Command {
-	cfg := simulate.ExploreConfig{Runs: 100}
+	cfg := simulate.ExploreConfig{Runs: 100, Patience: 2 * time.Minute}
 	seed := 0
 	var (
 		ranges ranges
@@ -57,12 +60,17 @@ func newSimulateExplore() *cobra.Command {
 			}
 			cfg.Seed = uint64(seed)
 			if batch := rand.Uint32(); store.url != "" {
+				var runs atomic.Int64
 				cfg.Register = func(ctx context.Context, seed uint64) (register.Register, func(), error) {
-					name, of := fmt.Sprintf("explore-%08x-%d", batch, seed), store
+					name, of := fmt.Sprintf("explore-%08x-%d-%d", batch, seed, runs.Add(1)), store
 					if of.kind() == "file" {
 						of.url += "-" + name
 					}
-					return of.open(ctx, name, cmd.ErrOrStderr())
+					r, closes, err := of.open(ctx, name, cmd.ErrOrStderr())
+					if err != nil {
+						fmt.Fprintf(cmd.ErrOrStderr(), "seed %d: %v\n", seed, err)
+					}
+					return r, closes, err
 				}
 			}
 			return simulate.Explore(cmd.Context(), cfg, cmd.OutOrStdout())

@@ -19,6 +19,7 @@ import (
 	"github.com/stormguard-mq/stormguard/fleet/register"
 	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 	"github.com/stormguard-mq/stormguard/internal/gossip/simnet"
+	"github.com/stormguard-mq/stormguard/internal/registers"
 )
 
 // An exploration begins with faults, at random instants and in any order. Then all faults
@@ -44,6 +45,10 @@ type ExploreConfig struct {
 	// Register makes an empty register for the run of a seed, and a function that closes
 	// it. Several goroutines call Register. nil uses a register in memory.
 	Register func(ctx context.Context, seed uint64) (r register.Register, closes func(), err error)
+
+	// Patience is how long a run is tried anew, on a new register, if the register does not
+	// answer. 0 tries once.
+	Patience time.Duration
 }
 
 // An Exploration is the result of one run.
@@ -257,6 +262,9 @@ func Explore(ctx context.Context, cfg ExploreConfig, stdout io.Writer) error {
 		runners.Go(func() {
 			for seed := range next {
 				x, err := cfg.run(ctx, seed)
+				for began := time.Now(); err != nil && time.Since(began) < cfg.Patience && registers.Sleep(ctx, time.Second); {
+					x, err = cfg.run(ctx, seed)
+				}
 				if err != nil {
 					stop(fmt.Errorf("seed %d: %w", seed, err)) // the first error counts
 					continue

@@ -17,6 +17,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"go.uber.org/goleak"
@@ -192,6 +193,35 @@ func TestExploreWithoutRegister(t *testing.T) {
 	if !errors.Is(err, away) || errors.Is(err, ErrFailed) || closed != 1 {
 		t.Errorf("%v; closed %d times", err, closed)
 	}
+}
+
+// A run whose register does not answer begins anew, on a new register.
+func TestExploreTriesAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		away := errors.New("connection refused")
+		made := 0
+		err := Explore(t.Context(), ExploreConfig{Seed: 1, Patience: time.Minute, Register: func(context.Context, uint64) (register.Register, func(), error) {
+			made++
+			m := new(register.Memory)
+			switch made {
+			case 1:
+				return nil, nil, away
+			case 2:
+				m.SetAway(away)
+			}
+			return m, func() {}, nil
+		}}, io.Discard)
+		if err != nil || made != 3 {
+			t.Errorf("%v with register %d", err, made)
+		}
+		began := time.Now()
+		err = Explore(t.Context(), ExploreConfig{Seed: 1, Patience: time.Minute, Register: func(context.Context, uint64) (register.Register, func(), error) {
+			return nil, nil, away
+		}}, io.Discard)
+		if took := time.Since(began); !errors.Is(err, away) || took != time.Minute {
+			t.Errorf("%v after %v", err, took)
+		}
+	})
 }
 
 // A row's figures are the worst of any seed, and it fails with one.
