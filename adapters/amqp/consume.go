@@ -142,7 +142,7 @@ type consumer struct {
 	rejects  *rejects
 	link     *link
 	version  [2]int
-	missing  int      // how often the queue was not there since the latest consumer began
+	missing  int      // how often in a row the queue was not there
 	consumed bool     // a consumer was started once, so that what the broker refuses now was allowed then
 	refused  logPacer // paces the line that says why there is no consumer
 

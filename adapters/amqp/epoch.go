@@ -57,8 +57,8 @@ type epoch struct {
 const (
 	// lookEvery is how often the epoch looks whether the source would admit a message.
 	lookEvery = 100 * time.Millisecond
-	// queueTries is how many tries must miss the queue, without a consumer between them, before
-	// Consume returns [ErrQueueGone]: a broker that starts may not know the queue yet.
+	// queueTries is how many tries in a row must miss the queue before Consume returns
+	// [ErrQueueGone]: a broker that starts may not know the queue yet.
 	queueTries = 3
 	// returnPatience is how long awaitReturn waits at most.
 	returnPatience = 2 * time.Second
@@ -268,10 +268,14 @@ func (e *epoch) lost(err *amqp091.Error) (outcome, error) {
 // notConsuming decides whether to try again after a channel or consumer could not be opened.
 func (e *epoch) notConsuming(ctx context.Context, err error) (outcome, error) {
 	c := e.c
+	gone := isCode(err, amqp091.NotFound) && strings.Contains(err.Error(), "no queue") // if only the node of the queue is down, the broker uses other words
+	if !gone {
+		c.missing = 0
+	}
 	switch {
 	case ctx.Err() != nil:
 		return epochStopped, nil //nolint:nilerr // told to end
-	case isCode(err, amqp091.NotFound) && strings.Contains(err.Error(), "no queue"): // if only the node of the queue is down, the broker uses other words
+	case gone:
 		if c.missing++; c.missing >= queueTries {
 			return epochStopped, fmt.Errorf("%w: %s: %w", ErrQueueGone, c.o.queue, err)
 		}
