@@ -121,10 +121,7 @@ func (d *DLQ) ensureTopics() error {
 			continue
 		}
 		name := d.cfg.name(source)
-		n := need[name]
-		n.partitions = max(n.partitions, info.Partitions)
-		n.size = max(n.size, info.Number("max.message.bytes", 0))
-		need[name] = n
+		need[name] = need[name].and(info)
 	}
 	if len(errs) > 0 { // a mistyped name makes no topic
 		return errors.Join(errs...)
@@ -146,15 +143,16 @@ type demands struct {
 	size       int64 // the largest max.message.bytes of the sources
 }
 
+// and adds the demands of one more source.
+func (d demands) and(source *cluster.Topic) demands {
+	return demands{max(d.partitions, source.Partitions), max(d.size, source.Number("max.message.bytes", 0))}
+}
+
 func (d *DLQ) ensureTopic(in *cluster.Admin, name string, want demands) error {
 	info, err := in.Topic(name)
 	if err != nil {
 		return err
 	}
-	if d.cfg.Partitions > 0 {
-		want.partitions = d.cfg.Partitions
-	}
-	want.partitions = max(1, want.partitions)
 	if info == nil {
 		if d.cfg.NoCreate {
 			return cluster.Unsuitable("topic %s does not exist: %s", name, in.CreateCommand(d.cfg.newTopic(name, want)))
@@ -183,5 +181,9 @@ func (c DLQConfig) newTopic(name string, want demands) cluster.NewTopic {
 	if want.size > 0 {
 		settings["max.message.bytes"] = strconv.FormatInt(want.size+cluster.HeaderRoom, 10)
 	}
-	return cluster.NewTopic{Name: name, Partitions: want.partitions, Replicas: c.Replicas, Settings: settings}
+	partitions := max(1, want.partitions)
+	if c.Partitions > 0 {
+		partitions = c.Partitions
+	}
+	return cluster.NewTopic{Name: name, Partitions: partitions, Replicas: c.Replicas, Settings: settings}
 }

@@ -59,9 +59,7 @@ func Inspect(client sarama.Client, t Target) ([]guard.Finding, error) {
 	i := &inspection{in: in, client: client, hold: t.Hold}
 	i.settings()
 	errs := []error{i.broker()}
-	for _, source := range t.DLQ.Sources {
-		errs = append(errs, i.topics(source, t.DLQ))
-	}
+	errs = append(errs, i.topics(t.DLQ))
 	if t.Retry != nil {
 		found, err := retry.Inspect(client, in, retry.Config(*t.Retry), t.Hold)
 		i.findings = append(i.findings, found...)
@@ -132,12 +130,32 @@ func (i *inspection) broker() error {
 	return nil
 }
 
-// topics looks at a topic and at its dead-letter topic.
-func (i *inspection) topics(source string, cfg DLQConfig) error {
-	from, err := i.in.Topic(source)
-	if err != nil {
-		return err
+// topics looks at the topics of a DLQ's sources and at their dead-letter topics.
+func (i *inspection) topics(cfg DLQConfig) error {
+	var errs []error
+	need := map[string]demands{}
+	sources := map[string]*cluster.Topic{}
+	for _, source := range cfg.Sources {
+		from, err := i.in.Topic(source)
+		if err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		if sources[source] = from; from != nil {
+			name := cfg.name(source)
+			need[name] = need[name].and(from)
+		}
 	}
+	for _, source := range cfg.Sources {
+		if from, asked := sources[source]; asked {
+			errs = append(errs, i.topic(source, from, cfg, need))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// topic looks at a source, nil if it does not exist, and at its dead-letter topic.
+func (i *inspection) topic(source string, from *cluster.Topic, cfg DLQConfig, need map[string]demands) error {
 	name := cfg.name(source)
 	to, err := i.in.Topic(name)
 	if err != nil {
@@ -157,8 +175,7 @@ func (i *inspection) topics(source string, cfg DLQConfig) error {
 			"it keeps %d bytes of a partition: in an outage what waits is deleted beyond them", n)
 	}
 	if to == nil {
-		want := demands{from.Partitions, from.Number("max.message.bytes", 0)}
-		i.findings.Add(guard.Warning, "topic "+name, i.in.CreateCommand(cfg.newTopic(name, want)), "it does not exist: dead letters of %s wait", source)
+		i.findings.Add(guard.Warning, "topic "+name, i.in.CreateCommand(cfg.newTopic(name, need[name])), "it does not exist: dead letters of %s wait", source)
 		return from.Refused
 	}
 	i.findings = append(i.findings, i.in.Durable(to)...)

@@ -145,3 +145,31 @@ func TestInspectWithoutTheRightToReadSettings(t *testing.T) {
 		}
 	}
 }
+
+// The command that creates a missing dead-letter topic serves the largest of its sources, or has the
+// partitions that the configuration names, as the topic that NewDLQ creates.
+func TestInspectTellsTheSizeOfAMissingTopic(t *testing.T) {
+	t.Parallel()
+	r, _ := newFakeRig(t, kfake.SeedTopics(4, "large"))
+	for want, letters := range map[string]DLQConfig{
+		"--topic dead --partitions 4": {Topic: "dead", Sources: []string{"orders", "large"}},
+		"--topic dead --partitions 7": {Topic: "dead", Sources: []string{"orders", "large"}, Partitions: 7},
+	} {
+		found, err := Inspect(r.client, Target{DLQ: letters})
+		if err != nil {
+			t.Fatal(err)
+		}
+		told := 0
+		for _, f := range found {
+			if f.Where == "topic dead" {
+				told++
+				if !strings.Contains(f.Fix+" ", want+" ") {
+					t.Errorf("%q, want %q", f.Fix, want)
+				}
+			}
+		}
+		if told != 2 {
+			t.Errorf("told of %d sources: %v", told, found)
+		}
+	}
+}
