@@ -228,8 +228,8 @@ func addCommand(c *jetstream.StreamConfig) string {
 	if c.Retention == jetstream.WorkQueuePolicy {
 		retention = "work"
 	}
-	return fmt.Sprintf("nats stream add %s --subjects '%s' --storage file --retention %s --replicas %d --dupe-window %s --discard new --defaults",
-		c.Name, strings.Join(c.Subjects, ","), retention, max(1, c.Replicas), c.Duplicates)
+	return fmt.Sprintf("nats stream add %s --subjects '%s' --storage file --retention %s --replicas %d --dupe-window %s --discard %s --defaults",
+		c.Name, strings.Join(c.Subjects, ","), retention, max(1, c.Replicas), c.Duplicates, strings.ToLower(strings.TrimPrefix(c.Discard.String(), "Discard")))
 }
 
 // covered reports whether one of the patterns matches everything that subject matches.

@@ -412,7 +412,9 @@ func (m *Mover) retryUntilDone(ctx context.Context, msg jetstream.Msg, what stri
 				err = nil
 			}
 			if err != nil {
-				m.log.Warn("mover: ack", "error", err) // msg comes again; twins are recognised
+				// msg comes again. Twins are recognised, but an advisory counts twice: some successes
+				// earn no credit then, as those before a start with advisories that wait.
+				m.log.Warn("mover: ack", "error", err)
 			}
 			cancel()
 			return nil

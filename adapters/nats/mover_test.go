@@ -433,7 +433,7 @@ func TestMoverIsRefusedAndEnds(t *testing.T) {
 	}
 	r.durable(t, jetstream.ConsumerConfig{Durable: "X"})
 	_, err = NewMover(adaptertest.Context(t), r.js, MoverConfig{Stream: "S", Consumer: "X", DLQ: r.dlq, NoCreate: true})
-	if !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "nats stream add stormguard-advisories-S-X --subjects '$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.S.X") {
+	if !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "nats stream add stormguard-advisories-S-X --subjects '$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.S.X") || !strings.Contains(err.Error(), "--discard old") {
 		t.Error(err)
 	}
 	done := make(chan error, 1)
