@@ -32,8 +32,10 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
+	sdkmetric "go.opentelemetry.io/otel/sdk/metric"
 	"pgregory.net/rapid"
 )
 
@@ -479,6 +481,28 @@ func TestWithClassify(t *testing.T) {
 	if got := fmt.Sprint(ClassUnknown, ClassDependency, ClassMessage, Class(9)); got != "unknown dependency message Class(9)" {
 		t.Error(got)
 	}
+}
+
+// A function's failed call is classified once, too.
+func TestClassifierIsAskedByAFunction(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		asked := 0
+		g, err := New(Config{Policy: Policy{Retry: Retry{Attempts: 3}}}, WithClassify(func(error) Class { asked++; return ClassMessage }),
+			WithMeterProvider(sdkmetric.NewMeterProvider(sdkmetric.WithReader(sdkmetric.NewManualReader()))))
+		if err != nil {
+			t.Fatal(err)
+		}
+		f, err := Protect(g, SourceConfig{Name: "db"}, func(context.Context, int) error { return errDown })
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := f.Do(t.Context(), 0); !errors.Is(err, errDown) || asked != 3 {
+			t.Errorf("asked %d times for 3 calls, %v", asked, err)
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
 }
 
 // Each failed call is classified once, a success never; a classifier that panics or

@@ -376,18 +376,19 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token circuit.Token,
 	}
 	for tries := 1; ; {
 		now := f.g.now()
-		word, _ := classify(err)
+		r := f.g.resultOf(err, nil)
+		word := r.outcome
 		if word == failure && excused {
 			word = cancelled
 		}
 		if word == failure {
-			f.lastFailed.Store(&failedCall{now, dlq.DescribeError(err, nil).Message, f.g.classOf(err)})
+			f.lastFailed.Store(&failedCall{now, r.words.Message, r.class})
 		}
 		if f.gate != nil {
-			switch class := f.g.classOf(err); {
-			case word != failure, class == ClassMessage:
+			switch {
+			case word != failure, r.class == ClassMessage:
 				f.gate.Exclude(now, token)
-			case class == ClassDependency:
+			case r.class == ClassDependency:
 				f.gate.Unavailable(now, token, tries == 1)
 			default:
 				f.gate.FailureOf(now, token, tries == 1, id)
@@ -401,7 +402,7 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token circuit.Token,
 		case failure, permanent:
 			c.failures.Add(1)
 			if f.metrics.failures.Enabled(ctx) {
-				f.metrics.failed(ctx, f.g.resultOf(err, nil).kind())
+				f.metrics.failed(ctx, r.kind())
 			}
 		default:
 		}
