@@ -82,7 +82,7 @@ func (n *Net) Restart(node int) {
 	nd := n.nodes[node]
 	nd.process = nil
 	n.drop(nd)
-	nd.stopped = 0
+	nd.stopped, nd.paused = 0, 0
 	if nd.clock.halted {
 		nd.clock.restart(n.now)
 		nd.clock.halted = false
@@ -114,7 +114,7 @@ func (n *Net) start(id int) {
 func (n *Net) Suspend(node int, d time.Duration) { n.stop(node, d, false) }
 
 // Pause stops a whole machine with its clocks, as a hypervisor does. Incoming packets are lost, and
-// afterwards both clocks are late by d.
+// afterwards both clocks are late by d. Pauses that overlap end with the last of them.
 func (n *Net) Pause(node int, d time.Duration) { n.stop(node, d, true) }
 
 func (n *Net) stop(node int, d time.Duration, clocks bool) {
@@ -124,19 +124,20 @@ func (n *Net) stop(node int, d time.Duration, clocks bool) {
 		return
 	}
 	nd.stopped++
-	halted := clocks && !nd.clock.halted
-	if halted {
+	if clocks {
 		nd.clock.restart(n.now)
 		nd.clock.halted = true
+		nd.paused++
 	}
 	n.arm(node)
 	n.At(n.now+d, func() {
 		if nd.incarnation != incarnation || nd.process == nil {
 			return // a restart let it go on
 		}
-		if halted {
+		if clocks {
+			nd.paused--
 			nd.clock.restart(n.now)
-			nd.clock.halted = false
+			nd.clock.halted = nd.paused > 0
 		}
 		nd.stopped--
 		if nd.stopped > 0 {

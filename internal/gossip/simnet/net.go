@@ -78,6 +78,7 @@ type node struct {
 	incarnation int
 	clock       clock
 	stopped     int      // suspensions and pauses that have not ended
+	paused      int      // pauses that have not ended
 	inbox       []flight // packets that came in while the process was stopped
 }
 

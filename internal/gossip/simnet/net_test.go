@@ -431,6 +431,27 @@ func TestPauseStopsTheClocks(t *testing.T) {
 	}
 }
 
+// Of two pauses that overlap, the last to end starts the clocks again, whichever began first.
+func TestPausesOverlap(t *testing.T) {
+	t.Parallel()
+	for name, pauses := range map[string][2]time.Duration{"the second ends last": {20 * ms, 60 * ms}, "the first ends last": {70 * ms, 10 * ms}} {
+		net := New(Config{})
+		scripts(net, 1)
+		own, wall := net.Clock(0)
+		net.At(10*ms, func() { net.Pause(0, pauses[0]) })
+		net.At(20*ms, func() { net.Pause(0, pauses[1]) })
+		net.At(50*ms, func() { net.Suspend(0, 10*ms) })
+		net.Run(80 * ms)
+		if o, w := net.Clock(0); o-own != 10*ms || w-wall != int64(10*ms) {
+			t.Errorf("%s: at its end the clocks went on by %v and %v", name, o-own, time.Duration(w-wall))
+		}
+		net.Run(100 * ms)
+		if o, w := net.Clock(0); o-own != 30*ms || w-wall != int64(30*ms) {
+			t.Errorf("%s: afterwards they went on by %v and %v", name, o-own, time.Duration(w-wall))
+		}
+	}
+}
+
 func TestWallSteps(t *testing.T) {
 	t.Parallel()
 	net := New(Config{Epoch: 1000})
