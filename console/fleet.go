@@ -230,9 +230,29 @@ func (f *follower) forgetLocked(now time.Time) {
 func (f *follower) look() {
 	heeded := f.heeded()
 	f.mu.Lock()
-	defer f.mu.Unlock()
+	heard, answers := f.carryOutLocked(heeded)
+	f.mu.Unlock()
+	for _, h := range heard {
+		f.c.log.Info("console: an order of the fleet was carried out", "order", h.Order, "sources", len(h.Results))
+		f.c.audit.order(h)
+	}
+	for id, a := range answers {
+		a.Error = clipTo(a.Error, mostAnswer)
+		text, err := json.Marshal(a)
+		if err == nil {
+			err = f.carrier.Answer(id, string(text))
+		}
+		if err != nil {
+			f.c.log.Warn("console: an order's answer does not reach the fleet", "order", id, "error", err)
+		}
+	}
+}
+
+// carryOutLocked returns entries for the audit, of orders that came from other processes, and the
+// answers by order.
+func (f *follower) carryOutLocked(heeded map[string]error) (heard []Entry, answers map[string]*Answer) {
 	orders, unreadable := f.inForceLocked()
-	answers := make(map[string]*Answer)
+	answers = make(map[string]*Answer)
 	for _, o := range unreadable {
 		answers[o.id] = &Answer{Error: o.err.Error()}
 	}
@@ -279,21 +299,14 @@ func (f *follower) look() {
 	}
 	for _, o := range orders {
 		if _, here := f.given.Load(o.id); !here && !o.answered && answers[o.id] != nil {
-			f.heard(o.Order, results[o.id])
+			heard = append(heard, Entry{At: time.Now().UTC(), Who: byFleet, Order: clip(o.String()), Results: results[o.id]})
 		}
 	}
 	maps.DeleteFunc(f.applied, func(s guard.Control, _ *[kinds]string) bool { return !present[s] })
-	for id, a := range answers {
+	for id := range answers {
 		f.known[id].answered = true
-		a.Error = clipTo(a.Error, mostAnswer)
-		text, err := json.Marshal(a)
-		if err == nil {
-			err = f.carrier.Answer(id, string(text))
-		}
-		if err != nil {
-			f.c.log.Warn("console: an order's answer does not reach the fleet", "order", id, "error", err)
-		}
 	}
+	return heard, answers
 }
 
 // heeded returns, for each unanswered change of the quarantine, an error if it is not in
@@ -326,12 +339,6 @@ func (f *follower) ruleAnswer(o standing, heeded map[string]error) *Answer {
 
 // errBeganLater is the answer to a one-time order that was given before this process began.
 var errBeganLater = errors.New("the process began after the order, and leaves it: give it again")
-
-// heard logs an order that came from another process, and adds it to the audit.
-func (f *follower) heard(o Order, results []Result) {
-	f.c.log.Info("console: an order of the fleet was carried out", "order", clip(o.String()), "sources", len(results))
-	f.c.audit.order(Entry{At: time.Now().UTC(), Who: byFleet, Order: clip(o.String()), Results: results})
-}
 
 // byFleet is the person in the audit for an order from another process. The fleet's journal
 // has the real name.
