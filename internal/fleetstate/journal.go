@@ -61,7 +61,6 @@ const (
 	EntryReset                              // all buckets were filled; Number is the configuration's number
 	EntryOpened                             // a scope opened; Subject is its name
 	EntryClosed                             // a scope closed; Subject is its name
-	EntryForced                             // an operator forced a scope
 	EntryStormBegan                         // a storm of the fleet began; Subject is its key
 	EntryStormEnded                         // a storm of the fleet ended; Subject is its key
 	EntryQuarantined                        // a rule was added to the quarantine; Subject is the rule
@@ -72,7 +71,7 @@ const (
 
 var entryKindNames = [entryKinds]string{
 	EntryStarted: "started", EntryLeft: "left", EntryEvicted: "evicted", EntryConfiguration: "configuration", EntryReset: "RESET",
-	EntryOpened: "opened", EntryClosed: "closed", EntryForced: "forced", EntryStormBegan: "storm began", EntryStormEnded: "storm ended",
+	EntryOpened: "opened", EntryClosed: "closed", EntryStormBegan: "storm began", EntryStormEnded: "storm ended",
 	EntryQuarantined: "quarantined", EntryReleased: "released", EntryOrdered: "ordered",
 }
 
