@@ -33,8 +33,8 @@ later that is looked at, until each was hot twice. A run fails if
 A run that fails is printed with its faults, and its seed runs it again.
 
 With --register the fleets keep their configuration in a real store. Each run makes a
-new register there and does not delete it: use a store for tests. A run whose register
-does not answer begins anew, for two minutes.`
+new register there and does not delete it: use a store for tests. A run begins anew,
+for two minutes, if a register that has answered does not answer any more.`
 
 func newSimulateExplore() *cobra.Command {
 	cfg := simulate.ExploreConfig{Runs: 100, Patience: 2 * time.Minute}
@@ -66,11 +66,7 @@ func newSimulateExplore() *cobra.Command {
 					if of.kind() == "file" {
 						of.url += "-" + name
 					}
-					r, closes, err := of.open(ctx, name, cmd.ErrOrStderr())
-					if err != nil {
-						fmt.Fprintf(cmd.ErrOrStderr(), "seed %d: %v\n", seed, err)
-					}
-					return r, closes, err
+					return of.open(ctx, name, cmd.ErrOrStderr())
 				}
 			}
 			return simulate.Explore(cmd.Context(), cfg, cmd.OutOrStdout())

@@ -19,7 +19,6 @@ import (
 	"github.com/stormguard-mq/stormguard/fleet/register"
 	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 	"github.com/stormguard-mq/stormguard/internal/gossip/simnet"
-	"github.com/stormguard-mq/stormguard/internal/registers"
 )
 
 // An exploration begins with faults, at random instants and in any order. Then all faults
@@ -46,8 +45,8 @@ type ExploreConfig struct {
 	// it. Several goroutines call Register. nil uses a register in memory.
 	Register func(ctx context.Context, seed uint64) (r register.Register, closes func(), err error)
 
-	// Patience is how long a run is tried anew, on a new register, if the register does not
-	// answer. 0 tries once.
+	// Patience is how long a run begins anew, on a new register, if a register that has
+	// answered does not answer any more. 0 is not at all.
 	Patience time.Duration
 }
 
@@ -168,7 +167,11 @@ func (e *explored) reweigh(t time.Duration, by int) {
 	})
 }
 
-// explore is one run, on an empty register. The error is the context's or the register's.
+// errAway means that a register has answered, and then did not.
+var errAway = errors.New("the register does not answer any more")
+
+// explore is one run, on an empty register. The error is the context's or the register's. A
+// register that broke a promise is no error, also if it does not answer any more.
 func explore(ctx context.Context, seed uint64, r register.Register) (x Exploration, err error) {
 	rng := rand.New(rand.NewPCG(seed, 0xe))
 	sc := base("explore", 2+rng.IntN(5), nil)
@@ -199,7 +202,13 @@ func explore(ctx context.Context, seed uint64, r register.Register) (x Explorati
 	var before []int
 	w.net.At(sc.from, func() { before = append(before, w.ledgers[0].byNode...) })
 	w.run(ctx)
-	if err := cmp.Or(ctx.Err(), w.store.err); err != nil {
+	switch err := cmp.Or(ctx.Err(), w.store.err); {
+	case err == nil:
+	case ctx.Err() == nil && len(w.store.wrong) > 0:
+		return Exploration{Seed: seed, Nodes: sc.nodes, Faults: e.faults, Why: append(w.store.wrong, err.Error())}, nil
+	case ctx.Err() == nil && w.store.answered:
+		return x, fmt.Errorf("%w: %w", errAway, err)
+	default:
 		return x, err
 	}
 
@@ -253,7 +262,7 @@ func Explore(ctx context.Context, cfg ExploreConfig, stdout io.Writer) error {
 	}
 	var mu sync.Mutex
 	var failed []Exploration
-	worst, least, over, faults, unknown := 0., 1., 0., 0, 0
+	worst, least, over, faults, unknown, anew := 0., 1., 0., 0, 0, 0
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
 	next := make(chan uint64)
@@ -262,8 +271,17 @@ func Explore(ctx context.Context, cfg ExploreConfig, stdout io.Writer) error {
 		runners.Go(func() {
 			for seed := range next {
 				x, err := cfg.run(ctx, seed)
-				for began := time.Now(); err != nil && time.Since(began) < cfg.Patience && registers.Sleep(ctx, time.Second); {
-					x, err = cfg.run(ctx, seed)
+				for began := time.Now(); errors.Is(err, errAway) && time.Since(began) < cfg.Patience && ctx.Err() == nil; {
+					select {
+					case <-ctx.Done():
+					case <-time.After(time.Second):
+					}
+					mu.Lock()
+					anew++
+					mu.Unlock()
+					if again, errAgain := cfg.run(ctx, seed); errAgain == nil || errors.Is(errAgain, errAway) || ctx.Err() != nil {
+						x, err = again, errAgain
+					}
 				}
 				if err != nil {
 					stop(fmt.Errorf("seed %d: %w", seed, err)) // the first error counts
@@ -300,14 +318,18 @@ func Explore(ctx context.Context, cfg ExploreConfig, stdout io.Writer) error {
 			Over    float64       `json:"over_stated_tokens"`
 			Error   float64       `json:"error_percent"`
 			Least   float64       `json:"least_share"`
+			Anew    int           `json:"begun_anew"`
 			Failed  []Exploration `json:"failed"`
-		}{cfg.Seed, len(seeds), faults, unknown, over, worst, least, failed})
+		}{cfg.Seed, len(seeds), faults, unknown, over, worst, least, anew, failed})
 	} else {
 		for _, x := range failed {
 			fmt.Fprintf(stdout, "seed %d, %d nodes, trace %s: %s\n  %s\n", x.Seed, x.Nodes, x.Trace, strings.Join(x.Why, "; "), strings.Join(x.Faults, "\n  "))
 		}
 		_, err = fmt.Fprintf(stdout, "%d runs of --seed %d, %d faults, %d writes of unknown outcome: %d failed; %.3f tokens over what is stated; %v after the last fault error %+.2f %%, least share %.2f\n",
 			len(seeds), cfg.Seed, faults, unknown, len(failed), over, settle, worst, least)
+		if anew > 0 {
+			fmt.Fprintf(stdout, "%d times a run began anew: its register did not answer any more\n", anew)
+		}
 	}
 	if len(failed) > 0 {
 		err = errors.Join(err, fmt.Errorf("%w: %d of %d runs", ErrFailed, len(failed), len(seeds)))

@@ -39,6 +39,8 @@ type store struct {
 	newest uint64            // the highest number
 	wrong  []string          // violations of a register's promises
 	err    error             // a call of the register failed
+
+	answered bool // the register has answered a read
 }
 
 var errLost = errors.New("the register is not reached")
@@ -57,10 +59,15 @@ func (s *store) read() (number uint64, document []byte, ok bool) {
 	ctx, cancel := context.WithTimeout(s.ctx, answers)
 	defer cancel()
 	number, document, err := s.register.Read(ctx)
-	if err != nil {
+	switch {
+	case errors.Is(err, register.ErrMalformed):
+		s.blame(err.Error())
+		return 0, nil, false
+	case err != nil:
 		s.err = errors.Join(s.err, err)
 		return 0, nil, false
 	}
+	s.answered = true
 	if number < s.newest {
 		s.blame(fmt.Sprintf("the newest number of the register fell from %d to %d", s.newest, number))
 	}

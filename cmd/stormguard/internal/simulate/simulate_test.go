@@ -9,6 +9,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"math"
 	"math/rand/v2"
@@ -195,31 +196,68 @@ func TestExploreWithoutRegister(t *testing.T) {
 	}
 }
 
-// A run whose register does not answer begins anew, on a new register.
-func TestExploreTriesAgain(t *testing.T) {
+// leaving is a register that answers for a while.
+type leaving struct {
+	register.Memory
+
+	left int // answers
+	err  error
+}
+
+func (l *leaving) Read(ctx context.Context) (uint64, []byte, error) {
+	if l.left--; l.left < 0 {
+		return 0, nil, l.err
+	}
+	return l.Memory.Read(ctx)
+}
+
+// A run begins anew, on a new register, if a register that has answered does not answer any
+// more. A register that never answers ends the exploration at once.
+func TestExploreBeginsAnew(t *testing.T) {
+	away := errors.New("connection refused")
+	for _, c := range []struct {
+		name  string
+		lefts []int // answers of the first registers; the others stay
+		made  int
+		took  time.Duration
+		err   error
+	}{
+		{"twice", []int{1, 3}, 3, 2 * time.Second, nil},
+		{"and is away for a while", []int{1, 0, 0}, 4, 3 * time.Second, nil},
+		{"and stays away", append([]int{1}, make([]int, 100)...), 61, time.Minute, away},
+		{"never", []int{0}, 1, 0, away},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				made := 0
+				began := time.Now()
+				var out bytes.Buffer
+				err := Explore(t.Context(), ExploreConfig{Seed: 1, Patience: time.Minute, Register: func(context.Context, uint64) (register.Register, func(), error) {
+					if made++; made <= len(c.lefts) {
+						return &leaving{left: c.lefts[made-1], err: away}, func() {}, nil
+					}
+					return new(register.Memory), func() {}, nil
+				}}, &out)
+				if took := time.Since(began); !errors.Is(err, c.err) || made != c.made || took != c.took {
+					t.Errorf("%v with register %d after %v", err, made, took)
+				}
+				if said := fmt.Sprintf("%d times a run began anew", made-1); c.err == nil && !strings.Contains(out.String(), said) {
+					t.Errorf("%q is not in %s", said, out.String())
+				}
+			})
+		})
+	}
+}
+
+// A register that broke a promise fails its run, also if it does not answer any more.
+func TestExploreSeesTwoDocumentsOfALeavingRegister(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		away := errors.New("connection refused")
-		made := 0
+		var out bytes.Buffer
 		err := Explore(t.Context(), ExploreConfig{Seed: 1, Patience: time.Minute, Register: func(context.Context, uint64) (register.Register, func(), error) {
-			made++
-			m := new(register.Memory)
-			switch made {
-			case 1:
-				return nil, nil, away
-			case 2:
-				m.SetAway(away)
-			}
-			return m, func() {}, nil
-		}}, io.Discard)
-		if err != nil || made != 3 {
-			t.Errorf("%v with register %d", err, made)
-		}
-		began := time.Now()
-		err = Explore(t.Context(), ExploreConfig{Seed: 1, Patience: time.Minute, Register: func(context.Context, uint64) (register.Register, func(), error) {
-			return nil, nil, away
-		}}, io.Discard)
-		if took := time.Since(began); !errors.Is(err, away) || took != time.Minute {
-			t.Errorf("%v after %v", err, took)
+			return &leaving{left: 1, err: register.ErrMalformed}, func() {}, nil
+		}}, &out)
+		if !errors.Is(err, ErrFailed) || !strings.Contains(out.String(), register.ErrMalformed.Error()) {
+			t.Errorf("%v: %s", err, out.String())
 		}
 	})
 }
