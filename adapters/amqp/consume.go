@@ -142,7 +142,7 @@ type consumer struct {
 	rejects  *rejects
 	link     *link
 	version  [2]int
-	missing  int      // how often in a row the queue was not there
+	missing  int      // how often in a row the queue was not there, on one connection
 	consumed bool     // a consumer was started once, so that what the broker refuses now was allowed then
 	refused  logPacer // paces the line that says why there is no consumer
 
@@ -261,7 +261,7 @@ func (c *consumer) connected(ctx context.Context) *link {
 	if err != nil {
 		return nil
 	}
-	c.link = l
+	c.link, c.missing = l, 0
 	c.watch()
 	return l
 }

@@ -639,6 +639,23 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
+// A broker that starts may not know the queue: its answers do not add up with those that were
+// given before the connection was lost.
+func TestANewConnectionCountsMissesAnew(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
+	c := &consumer{o: &options{queue: "q", name: "q", log: adaptertest.Log()}, dialer: Dial(r.url()), missing: queueTries - 1}
+	defer c.hangUp()
+	first := c.connected(t.Context())
+	if c.missing != 0 {
+		t.Errorf("missing %d times on a new connection", c.missing)
+	}
+	c.missing = 1
+	if again := c.connected(t.Context()); again != first || c.missing != 1 {
+		t.Errorf("missing %d times on the same connection", c.missing)
+	}
+}
+
 // The dead-letter exchange is gone for a while after a reconnect: it is waited for.
 func TestAnExchangeThatComesBack(t *testing.T) {
 	t.Parallel()
@@ -696,6 +713,26 @@ func TestDeletedQueueIsGone(t *testing.T) {
 			t.Fatal(err)
 		}
 	})
+}
+
+// A queue is gone, also if its dead-letter exchange is gone with it.
+func TestDeletedQueueAndExchangeAreGone(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
+	r.on(func(ch *amqp091.Channel) error {
+		return ch.ExchangeDeclare(r.queue, "fanout", true, false, false, false, nil)
+	})
+	var rec record
+	c := r.consume(adaptertest.Guard(t, guard.Config{}), rec.handle, WithDeadLetterExchange(r.queue))
+	r.publish(0, 10)
+	adaptertest.Eventually(t, "handled", func() bool { return rec.distinct() == 10 })
+	r.on(func(ch *amqp091.Channel) error {
+		_, err := ch.QueueDelete(r.queue, false, false, false)
+		return errors.Join(err, ch.ExchangeDelete(r.queue, false, false))
+	})
+	if err := c.Wait(t); !errors.Is(err, ErrQueueGone) {
+		t.Fatal(err)
+	}
 }
 
 func TestClosedGuardEndsConsume(t *testing.T) {

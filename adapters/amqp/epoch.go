@@ -57,8 +57,8 @@ type epoch struct {
 const (
 	// lookEvery is how often the epoch looks whether the source would admit a message.
 	lookEvery = 100 * time.Millisecond
-	// queueTries is how many tries in a row must miss the queue before Consume returns
-	// [ErrQueueGone]: a broker that starts may not know the queue yet.
+	// queueTries is how many tries in a row, on one connection, must miss the queue before
+	// Consume returns [ErrQueueGone]: a broker that starts may not know the queue yet.
 	queueTries = 3
 	// returnPatience is how long awaitReturn waits at most.
 	returnPatience = 2 * time.Second
@@ -187,6 +187,9 @@ func (e *epoch) consume(l *link) error {
 	if name := e.c.o.native; name != "" {
 		if err := ch.ExchangeDeclarePassive(name, "", true, false, false, false, nil); err != nil {
 			if isCode(err, amqp091.NotFound) {
+				if missing := missingQueue(l, e.c.o.queue); missing != nil {
+					return missing
+				}
 				return unsuitable("WithDeadLetterExchange: there is no exchange %q, so what is rejected would be dropped: rabbitmqadmin declare exchange name=%s type=direct, and bind a queue to it", name, name)
 			}
 			return err
@@ -223,6 +226,19 @@ func (e *epoch) subscribe(prefetch int) error {
 	e.done = progress{}
 	e.read = make(chan struct{})
 	go e.forward(out, e.read, e.limits.MaxDeliver/2)
+	return nil
+}
+
+// missingQueue returns the broker's error if the queue is not there. It uses a channel of its own.
+func missingQueue(l *link, queue string) error {
+	ch, err := l.Channel()
+	if err != nil {
+		return nil // not known
+	}
+	defer func() { _ = ch.Close() }() // after NotFound it is closed already
+	if _, err = ch.QueueDeclarePassive(queue, true, false, false, false, nil); isCode(err, amqp091.NotFound) {
+		return err
+	}
 	return nil
 }
 
