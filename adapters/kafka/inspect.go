@@ -179,11 +179,12 @@ func (i *inspection) topic(source string, from *cluster.Topic, cfg DLQConfig, ne
 		return from.Refused
 	}
 	i.findings = append(i.findings, i.in.Durable(to)...)
-	i.deadLetters(from, to)
+	i.deadLetters(from, to, cfg.newTopic(name, need[name]))
 	return errors.Join(from.Refused, to.Refused)
 }
 
-func (i *inspection) deadLetters(from, to *cluster.Topic) {
+// deadLetters holds the dead-letter topic of a source against the topic that [NewDLQ] would create.
+func (i *inspection) deadLetters(from, to *cluster.Topic, want cluster.NewTopic) {
 	where := "topic " + to.Name
 	if to.Compacts() {
 		i.findings.Add(guard.Danger, where, i.in.Alter(to.Name, "cleanup.policy=delete"), "cleanup.policy is %s: of each key only the last dead letter stays", to.Settings["cleanup.policy"])
@@ -200,13 +201,13 @@ func (i *inspection) deadLetters(from, to *cluster.Topic) {
 		i.findings.Add(guard.Danger, where, i.in.Alter(to.Name, "message.timestamp.type=LogAppendTime"),
 			"its retention of %s counts from the message's own time, so the dead letter of an old message may be deleted at once", keeps)
 	}
-	if to.Partitions < from.Partitions {
-		i.findings.Add(guard.Notice, where, i.in.AddPartitions(to.Name, from.Partitions),
+	if to.Partitions < min(from.Partitions, want.Partitions) {
+		i.findings.Add(guard.Notice, where, i.in.AddPartitions(to.Name, want.Partitions),
 			"it has %d partitions, %s has %d: dead letters do not keep their partition", to.Partitions, from.Name, from.Partitions)
 	}
-	if have, want := to.Number("max.message.bytes", 0), from.Number("max.message.bytes", 0); from.Refused == nil && have > 0 && have < want+cluster.HeaderRoom {
-		i.findings.Add(guard.Warning, where, i.in.Alter(to.Name, fmt.Sprintf("max.message.bytes=%d", want+cluster.HeaderRoom)),
-			"max.message.bytes is %d, of %s %d: the dead letter of a large message can never be written, and waits", have, from.Name, want)
+	if have, its := to.Number("max.message.bytes", 0), from.Number("max.message.bytes", 0); from.Refused == nil && have > 0 && have < its+cluster.HeaderRoom {
+		i.findings.Add(guard.Warning, where, i.in.Alter(to.Name, "max.message.bytes="+want.Settings["max.message.bytes"]),
+			"max.message.bytes is %d, of %s %d: the dead letter of a large message can never be written, and waits", have, from.Name, its)
 	}
 }
 

@@ -146,6 +146,27 @@ func TestInspectWithoutTheRightToReadSettings(t *testing.T) {
 	}
 }
 
+// Commands for a dead-letter topic that is too small serve the largest of its sources, too.
+func TestInspectTellsTheSizeOfATopicThatIsTooSmall(t *testing.T) {
+	t.Parallel()
+	r, _ := newFakeRig(t, kfake.SeedTopics(2, "larger"), kfake.SeedTopics(4, "largest"), kfake.SeedTopics(1, "dead"))
+	for limit, want := range map[int32][]string{0: {"4", "4"}, 2: {"2", "2"}, 1: nil} {
+		found, err := Inspect(r.client, Target{DLQ: DLQConfig{Topic: "dead", Sources: []string{"largest", "orders", "larger"}, Partitions: limit}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		var told []string
+		for _, f := range found {
+			if strings.Contains(f.What, "do not keep their partition") {
+				told = append(told, f.Fix[strings.LastIndex(f.Fix, " ")+1:])
+			}
+		}
+		if !slices.Equal(told, want) {
+			t.Errorf("Partitions %d: %q, want %q", limit, told, want)
+		}
+	}
+}
+
 // The command that creates a missing dead-letter topic serves the largest of its sources, or has the
 // partitions that the configuration names, as the topic that NewDLQ creates.
 func TestInspectTellsTheSizeOfAMissingTopic(t *testing.T) {
