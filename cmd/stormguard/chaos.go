@@ -25,7 +25,8 @@ The dependency is this process, so what another process knew is not needed to ju
   published             messages that the broker confirmed
   kills, restarts       of the schedule
   fired                 every planned fault happened
-  lost                  healthy messages without an effect, poison without a dead letter
+  lost                  healthy messages with neither an effect nor a dead letter, and
+                        poison without a dead letter
   duplicate_deliveries  handlers that returned nil for a message a second time
   duplicate_effects     effects of a message that happened a second time
   out_of_order          effects after that of a later message of their key. RabbitMQ and
@@ -106,8 +107,8 @@ are five quiet seconds.
   p99_ms         of the messages that are sent in the loss, and in the burn: below 350
   longest_ms     of the messages that are sent while a consumer is down: below 20000, and
                  below half of --down. By then the other consumers have taken over
-  error_percent  of the calls of handlers in each stage: below 0.02. At this load no call
-                 may fail
+  error_percent  of the handlers' calls for healthy messages in each stage: below 0.02.
+                 At this load no such call may fail
 
 Linux sends a lost packet again after 200 ms at least. The report says when that timer
 decides the p99. Each consumer runs in a network namespace of its own, which needs Linux with ip,
