@@ -15,13 +15,17 @@ import (
 // their own context.
 const lastCall = 250 * time.Millisecond
 
+// revokedFor is how long handlers may go on after a revoke. Most calls end by themselves in that
+// time, and are not made again by the next owner.
+const revokedFor = time.Second
+
 // endSays is how long End waits before it logs what it waits for.
 const endSays = 2 * time.Second
 
 // End ends the source and this epoch. It stops intake, waits for handlers that run and for dead
 // letters that are being written, gives all other messages back through [Port.Return], and
-// flushes. No port call comes after End has returned. With [ReasonRebalance] it first cancels the
-// handlers, and then waits until they return.
+// flushes. No port call comes after End has returned. With [ReasonRebalance] it cancels handlers
+// that still run after a second, because the messages' next owner waits for them.
 //
 // If ctx ends first, End cancels the handlers. 250 ms later it goes on without the calls that have
 // not returned, and reports their messages: a handler that ignores its context cannot be killed.
@@ -45,7 +49,8 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	close(s.ended)
 	s.unlock(s.g.now())
 	if why == ReasonRebalance {
-		cancel(errRevoked)
+		long := time.AfterFunc(revokedFor, func() { cancel(errRevoked) })
+		defer long.Stop()
 	}
 	s.nudge()
 	if s.writer != nil {

@@ -466,14 +466,45 @@ func TestCloseInEveryState(t *testing.T) {
 	}
 }
 
-// A revoked source cancels its handlers, which is nobody's failure.
+// A revoked source waits a second for its handlers, and then cancels them, which is nobody's
+// failure.
 func TestRevoke(t *testing.T) {
-	bubble(t, "", func(t *testing.T) {
+	for name, l := range map[string]Limits{"in time": {}, "in time, of a batch": {AckWait: time.Minute}} {
+		bubble(t, name, func(t *testing.T) {
+			g := Must(New(Config{}))
+			s, err := Open(g, SourceConfig{Name: "s"}, l, &testPort{}, func(ctx context.Context, _ int) error {
+				time.Sleep(revokedFor - time.Millisecond)
+				return ctx.Err()
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			in := make(chan int, 3)
+			for m := range 3 {
+				in <- m
+			}
+			ended := make(chan error)
+			go func() { ended <- s.Run(t.Context(), in) }()
+			synctest.Wait()
+			if rep := s.End(t.Context(), ReasonRebalance); rep.Account.Acked != 1 || !rep.Clean() {
+				t.Errorf("%+v", rep)
+			}
+			<-ended
+			if _, err := g.Close(t.Context()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	bubble(t, "too long", func(t *testing.T) {
+		var revoked time.Time
 		r := newRig(t, Policy{}, Limits{}, func(_ *rig, ctx context.Context, m int) error {
 			if m < 3 {
 				return nil
 			}
 			<-ctx.Done()
+			if d := time.Since(revoked); d != revokedFor {
+				t.Errorf("cancelled %v after the revoke", d)
+			}
 			if !errors.Is(context.Cause(ctx), errRevoked) {
 				t.Errorf("cause %v", context.Cause(ctx))
 			}
@@ -481,6 +512,7 @@ func TestRevoke(t *testing.T) {
 		})
 		r.send(0, 4)
 		synctest.Wait()
+		revoked = time.Now()
 		rep := r.s.End(t.Context(), ReasonRebalance)
 		if rep.Account.Acked != 3 || rep.Account.Returned != 1 || !rep.Clean() {
 			t.Errorf("%+v", rep)

@@ -560,18 +560,20 @@ func closedClaimBeforeItsSession(t *testing.T) {
 
 // The session of a cooperative group outlives a revoked claim and, for a moment, those that
 // ConsumerGroup.Close ends. Close is a stop: handlers have [WithStopTimeout]. Those of a
-// revoked claim are cancelled at once.
+// revoked claim have a second.
 func TestClosedClaimOfACooperativeGroup(t *testing.T) {
 	t.Parallel()
 	const work = 300 * time.Millisecond
 	for name, c := range map[string]struct {
 		close, deaf bool
+		slow        bool          // the handler ends only when it is cancelled
 		cut         time.Duration // when the handler is cancelled, after the claim's end; -1: never
 		left        time.Duration // when the claim is left, at the latest
 	}{
-		"closed":          {close: true, cut: -1, left: work},
-		"closed and deaf": {close: true, deaf: true, cut: time.Second, left: 2 * time.Second},
-		"revoked":         {cut: 0, left: 0},
+		"closed":           {close: true, cut: -1, left: work},
+		"closed and deaf":  {close: true, deaf: true, cut: time.Second, left: 2 * time.Second},
+		"revoked":          {cut: -1, left: work},
+		"revoked and slow": {slow: true, cut: time.Second, left: time.Second},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -583,7 +585,7 @@ func TestClosedClaimOfACooperativeGroup(t *testing.T) {
 				h := Wrap(g, func(ctx context.Context, _ *sarama.ConsumerMessage) error {
 					close(running)
 					var done <-chan time.Time
-					if !c.deaf {
+					if !c.deaf && !c.slow {
 						done = time.After(work)
 					}
 					select {
