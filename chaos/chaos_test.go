@@ -303,10 +303,10 @@ func TestSchedule(t *testing.T) {
 	if s := Stages(1, 3, 300, time.Minute, 45*time.Second, time.Minute); s.Validate() != nil {
 		t.Error(s.Validate())
 	}
-	bad := Schedule{Gates: &Gates{P99: 1, ErrorPercent: math.NaN()}, Consumers: 65, Faults: []Fault{{Kind: "melt"}, {Kind: Kill, For: 1}, {Kind: Outage}, {Kind: Freeze, For: 600_001}, {Kind: Kill, After: -1}, {Kind: Restart, Consumer: 65}, {Kind: Outage, For: 1, Consumer: 1}, {Kind: Loss, For: 1}, {Kind: Loss, For: 1, Percent: 100}, {Kind: Burn, For: 1, Percent: 1}, {Kind: Reset, For: 1}}}
+	bad := Schedule{Gates: &Gates{P99: 1, ErrorPercent: math.NaN()}, Consumers: 65, Faults: []Fault{{Kind: "melt"}, {Kind: Kill, For: 1}, {Kind: Outage}, {Kind: Freeze, For: 600_001}, {Kind: Kill, After: -1}, {Kind: Restart, Consumer: 65}, {Kind: Outage, For: 1, Consumer: 1}, {Kind: Loss, For: 1}, {Kind: Loss, For: 1, Percent: 100}, {Kind: Burn, For: 1, Percent: 1}, {Kind: Burn, For: 1, Incoming: true}, {Kind: Reset, For: 1}}}
 	err := bad.Validate()
 	for _, want := range []string{`fault 0: kind: "melt" is not one of`, "fault 1: for_ms: 1 is not in [0, 0] of a kill", "fault 2: for_ms: 0 is not in [1, 600000]", "fault 3: for_ms: 600001", "fault 4: after: -1 is not in [0, 100000]", "consumers: 65 are not in [1, 64]", "fault 5: consumer: 65 is not in [0, 64]", "fault 6: consumer: 1 is not in [0, 0] of a outage",
-		"fault 7: percent: 0 is not in [1, 99] of a loss", "fault 8: percent: 100 is", "fault 9: percent: 1 is not in [0, 0] of a burn", "fault 10: for_ms: 1 is not in [0, 0] of a reset",
+		"fault 7: percent: 0 is not in [1, 99] of a loss", "fault 8: percent: 100 is", "fault 9: percent: 1 is not in [0, 0] of a burn", "fault 10: incoming: true is not in [false] of a burn", "fault 11: for_ms: 1 is not in [0, 0] of a reset",
 		"gates: longest_ms: 0 is not above 0", "gates: error_percent: NaN is not above 0"} {
 		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%v\nhas no %q", err, want)

@@ -25,7 +25,7 @@ const (
 	Outage    Kind = "outage"    // the dependency refuses connections for For
 	DiskFull  Kind = "disk-full" // the consumers' disk is full for For
 	Burn      Kind = "burn"      // all processors are busy for For: one process computes for each
-	Loss      Kind = "loss"      // the network loses Percent of the packets for For, each way
+	Loss      Kind = "loss"      // the network loses Percent of the packets for For, each way unless Incoming is set
 	Delay     Kind = "delay"     // each read from the network is 100 ms late for For
 	Blackhole Kind = "blackhole" // the network carries nothing for For, and no connection breaks
 	Reset     Kind = "reset"     // all connections break
@@ -60,6 +60,9 @@ type Fault struct {
 
 	// Percent is the percentage of lost packets: 1 to 99 for a Loss, 0 for other kinds.
 	Percent int `json:"percent,omitempty"`
+
+	// Incoming limits a Loss to the packets that come from the broker.
+	Incoming bool `json:"incoming,omitempty"`
 
 	// Consumer is the index of the consumer that the fault hits, from 0. It is 0 for a
 	// fault that hits all.
@@ -123,6 +126,8 @@ func (s Schedule) Validate() error {
 			all = append(all, fmt.Errorf("chaos: schedule: fault %d: for_ms: %d is not in [%d, %d] of a %s", i, f.For, k.least, k.most, f.Kind))
 		case f.Percent < min(most, 1) || f.Percent > most:
 			all = append(all, fmt.Errorf("chaos: schedule: fault %d: percent: %d is not in [%d, %d] of a %s", i, f.Percent, min(most, 1), most, f.Kind))
+		case f.Incoming && f.Kind != Loss:
+			all = append(all, fmt.Errorf("chaos: schedule: fault %d: incoming: true is not in [false] of a %s", i, f.Kind))
 		case f.Consumer < 0 || f.Consumer > last:
 			all = append(all, fmt.Errorf("chaos: schedule: fault %d: consumer: %d is not in [0, %d] of a %s", i, f.Consumer, last, f.Kind))
 		}
@@ -242,14 +247,14 @@ func Disk(seed uint64, consumers, faults, most int) Schedule {
 }
 
 // Stages returns a schedule of three stages, with quiet effects before each: the network
-// loses 5 % of the packets, then the first consumer is down, then the processors burn. The
+// loses 5 % of the packets that come from the broker, then the first consumer is down, then the processors burn. The
 // gates are a p99 of 350 ms; a longest wait of 20 s, or of half of down if that is less;
 // and 0.02 % of errors.
 func Stages(seed uint64, consumers, quiet int, loss, down, burn time.Duration) Schedule {
 	return Schedule{
 		Seed: seed, Consumers: consumers, Gates: &Gates{P99: 350, Longest: min(20_000, float64(down.Milliseconds())/2), ErrorPercent: 0.02},
 		Faults: []Fault{
-			{Kind: Loss, After: quiet, For: int(loss.Milliseconds()), Percent: 5},
+			{Kind: Loss, After: quiet, For: int(loss.Milliseconds()), Percent: 5, Incoming: true},
 			{Kind: Down, After: quiet, For: int(down.Milliseconds())},
 			{Kind: Burn, After: quiet, For: int(burn.Milliseconds())},
 		},

@@ -99,10 +99,10 @@ stormguard-chaos-*/disk: unmount it.` + figuresLong
 
 const seedLong = `Put guarded consumers through three stages, and hold them to gates.
 
-For --loss the network between consumers and broker loses 5 % of the packets each way; for
---down the first of the consumers is dead; for --burn as many processes compute as there
-are processors. Messages come at --rate, whatever becomes of them. Before each stage there
-are five quiet seconds.
+For --loss the network loses 5 % of the packets from the broker to the consumers; for --down
+the first of the consumers is dead; for --burn as many processes compute as there are
+processors. Messages come at --rate, whatever becomes of them. Before each stage there are
+five quiet seconds.
 
   p99_ms         of the messages that are sent in the loss, and in the burn: below 350
   longest_ms     of the messages that are sent while a consumer is down: below 20000, and
@@ -110,8 +110,10 @@ are five quiet seconds.
   error_percent  of the handlers' calls for healthy messages in each stage: below 0.02.
                  At this load no such call may fail
 
-Linux sends a lost packet again after 200 ms at least. The report says when that timer
-decides the p99. Each consumer runs in a network namespace of its own, which needs Linux with ip,
+The gates are for the default load: two messages a second for each consumer. Linux sends a
+lost packet again after 200 ms at least, and Kafka's client asks for the next messages only
+after an answer: with more messages, more of them wait for one lost packet. The report says
+when that timer decides the p99. Each consumer runs in a network namespace of its own, which needs Linux with ip,
 nft and nsenter, and root or unprivileged user namespaces.` + figuresLong
 
 // errJudged means that a check of the run found a bug. errMissed means that the run missed only
@@ -234,10 +236,10 @@ func newChaosDisk() *cobra.Command {
 }
 
 func newChaosSeed() *cobra.Command {
-	consumers := 3
+	consumers := 20
 	loss, down, burn := time.Minute, 45*time.Second, time.Minute
 	r := newChaosRun(nil)
-	r.cfg.Rate = 60
+	r.cfg.Rate = 40
 	r.schedule = func(seed uint64) chaos.Schedule {
 		return chaos.Stages(seed, consumers, 5*r.cfg.Rate, loss, down, burn)
 	}

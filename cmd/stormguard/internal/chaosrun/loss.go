@@ -12,17 +12,17 @@ import (
 // goroutine begins a loss, and starts and ends processes. The loss's own goroutine ends the loss.
 type losses struct {
 	mu      sync.Mutex
-	percent int         // percent of the packets that are lost; 0 without a loss
+	rules   string      // of nft, that drop packets; empty without a loss
 	timers  map[int]int // by pid of each running process: its fired timers at the begin of the loss
 	packets int         // packets lost in this loss, by ended processes
 	fired   int         // timers fired in this loss, by ended processes
 }
 
-// begin begins a loss of percent of the packets, for all running processes.
-func (l *losses) begin(percent int) error {
+// begin begins a loss by rules, for all running processes.
+func (l *losses) begin(rules string) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.percent, l.packets, l.fired = percent, 0, 0
+	l.rules, l.packets, l.fired = rules, 0, 0
 	for pid := range l.timers {
 		if err := l.lose(pid); err != nil {
 			return err
@@ -35,7 +35,7 @@ func (l *losses) lose(pid int) (err error) {
 	if l.timers[pid], err = timers(pid); err != nil {
 		return err
 	}
-	return lose(pid, l.percent)
+	return lose(pid, l.rules)
 }
 
 // started adds a process.
@@ -43,7 +43,7 @@ func (l *losses) started(pid int) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.timers[pid] = 0
-	if l.percent == 0 {
+	if l.rules == "" {
 		return nil
 	}
 	return l.lose(pid)
@@ -53,7 +53,7 @@ func (l *losses) started(pid int) error {
 func (l *losses) ends(pid int) (err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.percent > 0 {
+	if l.rules != "" {
 		err = l.count(pid)
 	}
 	delete(l.timers, pid)
@@ -98,6 +98,6 @@ func (l *losses) end() (packets, fired int, err error) {
 			return 0, 0, err
 		}
 	}
-	l.percent = 0
+	l.rules = ""
 	return l.packets, l.fired, nil
 }

@@ -30,7 +30,7 @@ func ownNetwork() *syscall.SysProcAttr {
 // tryNamespaces returns an error if this machine lacks a tool or a right for faults of the
 // network.
 func tryNamespaces() error {
-	for _, args := range [][]string{{"ip", "link", "set", "lo", "up"}, {"nft", lossRules(5)}, {"nsenter", "--version"}} {
+	for _, args := range [][]string{{"ip", "link", "set", "lo", "up"}, {"nft", lossRules(5, []string{"9092"})}, {"nsenter", "--version"}} {
 		cmd, err := tool(args...)
 		if err == nil {
 			cmd.SysProcAttr = ownNetwork()
@@ -69,11 +69,15 @@ func wake() error {
 	return runs(cmd)
 }
 
-// lossRules are nft rules that drop percent of the incoming packets. On the loopback these are
-// the packets of both directions.
-func lossRules(percent int) string {
+// lossRules are nft rules that drop percent of the packets, each way or only from ports. On the
+// loopback the packets of both directions are incoming.
+func lossRules(percent int, ports []string) string {
+	which := "meta l4proto tcp"
+	if len(ports) > 0 {
+		which = "tcp sport { " + strings.Join(ports, ", ") + " }"
+	}
 	return fmt.Sprintf("add table inet chaos; add chain inet chaos input { type filter hook input priority 0; }; "+
-		"add rule inet chaos input meta l4proto tcp numgen random mod 100 < %d counter drop", percent)
+		"add rule inet chaos input %s numgen random mod 100 < %d counter drop", which, percent)
 }
 
 // enter makes a command that runs nft in the namespace of a process.
@@ -89,9 +93,9 @@ func enter(pid int, args ...string) (*exec.Cmd, error) {
 	return tool(append(append(in, nft.Path), args...)...)
 }
 
-// lose starts dropping packets of a process.
-func lose(pid, percent int) error {
-	cmd, err := enter(pid, lossRules(percent))
+// lose starts dropping packets of a process, by rules.
+func lose(pid int, rules string) error {
+	cmd, err := enter(pid, rules)
 	if err != nil {
 		return err
 	}

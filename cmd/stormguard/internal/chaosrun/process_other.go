@@ -5,7 +5,12 @@
 
 package chaosrun
 
-import "os"
+import (
+	"os"
+	"syscall"
+)
 
 // freeze and thaw are signals that this system refuses to send: it cannot stop a process.
 var freeze, thaw = os.Interrupt, os.Interrupt
+
+func ownSession() *syscall.SysProcAttr { return nil }

@@ -12,3 +12,6 @@ import (
 
 // freeze stops a process, and thaw lets it go on.
 var freeze, thaw os.Signal = syscall.SIGSTOP, syscall.SIGCONT
+
+// ownSession starts a process in a session of its own.
+func ownSession() *syscall.SysProcAttr { return &syscall.SysProcAttr{Setsid: true} }

@@ -15,6 +15,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -507,10 +508,16 @@ func (r *run) begin(ctx context.Context, f chaos.Fault, shown *chaos.Fired) (end
 		shown.Count, err = r.full.fill()
 		return r.full.free, err
 	case chaos.Loss:
+		var ports []string
+		for _, addr := range r.job.As {
+			if _, port, err := net.SplitHostPort(addr); err == nil && f.Incoming {
+				ports = append(ports, port)
+			}
+		}
 		return func() (err error) {
 			shown.Count, shown.Timers, err = r.losses.end()
 			return err
-		}, r.losses.begin(f.Percent)
+		}, r.losses.begin(lossRules(f.Percent, ports))
 	case chaos.BrokerKill:
 		return func() error { return r.own.Restart(ctx) }, r.own.Kill(ctx, 0)
 	case chaos.BrokerFreeze:
