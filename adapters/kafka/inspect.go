@@ -201,11 +201,12 @@ func (i *inspection) deadLetters(from, to *cluster.Topic, want cluster.NewTopic)
 		i.findings.Add(guard.Danger, where, i.in.Alter(to.Name, "message.timestamp.type=LogAppendTime"),
 			"its retention of %s counts from the message's own time, so the dead letter of an old message may be deleted at once", keeps)
 	}
+	// DLQConfig.Partitions may be below a source's on purpose.
 	if to.Partitions < min(from.Partitions, want.Partitions) {
 		i.findings.Add(guard.Notice, where, i.in.AddPartitions(to.Name, want.Partitions),
 			"it has %d partitions, %s has %d: dead letters do not keep their partition", to.Partitions, from.Name, from.Partitions)
 	}
-	if have, its := to.Number("max.message.bytes", 0), from.Number("max.message.bytes", 0); from.Refused == nil && have > 0 && have < its+cluster.HeaderRoom {
+	if have, its := to.Number("max.message.bytes", 0), from.Number("max.message.bytes", 0); from.Refused == nil && have > 0 && its > 0 && have < its+cluster.HeaderRoom {
 		i.findings.Add(guard.Warning, where, i.in.Alter(to.Name, "max.message.bytes="+want.Settings["max.message.bytes"]),
 			"max.message.bytes is %d, of %s %d: the dead letter of a large message can never be written, and waits", have, from.Name, its)
 	}

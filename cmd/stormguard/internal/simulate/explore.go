@@ -205,7 +205,7 @@ func explore(ctx context.Context, seed uint64, r register.Register) (x Explorati
 	switch err := cmp.Or(ctx.Err(), w.store.err); {
 	case err == nil:
 	case ctx.Err() == nil && len(w.store.wrong) > 0:
-		return Exploration{Seed: seed, Nodes: sc.nodes, Faults: e.faults, Why: append(w.store.wrong, err.Error())}, nil
+		return Exploration{Seed: seed, Nodes: sc.nodes, Faults: e.faults, Least: 1, Why: append(w.store.wrong, err.Error())}, nil
 	case ctx.Err() == nil && w.store.answered:
 		return x, fmt.Errorf("%w: %w", errAway, err)
 	default:

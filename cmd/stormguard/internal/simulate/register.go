@@ -89,6 +89,9 @@ func (s *store) write(number uint64, document []byte) fleetstate.WriteResult {
 		return fleetstate.NotWritten
 	case errors.Is(err, register.ErrUnknown):
 		return fleetstate.Unknown
+	case errors.Is(err, register.ErrMalformed):
+		s.blame(err.Error())
+		return fleetstate.NotWritten
 	default:
 		s.err = errors.Join(s.err, err)
 		return fleetstate.NotWritten
