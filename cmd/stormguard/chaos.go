@@ -54,8 +54,8 @@ The run publishes messages, one in 97 of them poison, and starts a consumer as a
 of its own: a guard with its defaults, and once.Do around the effect. The schedule is
 drawn from --seed. SIGKILL comes at any instant, one in four times in the middle of an
 outage of the dependency, one in sixteen while the process is frozen; then the next
-process starts. Publishing goes on until the last fault. Several consumers share the marks
-of their effects.` + figuresLong
+process starts. The kills are spread over --messages, and publishing goes on until the last.
+Several consumers share the marks of their effects.` + figuresLong
 
 const rollingLong = `Restart guarded consumers one after the other, as a deploy does, and prove that nothing is
 lost.
@@ -147,7 +147,10 @@ func newChaos() *cobra.Command {
 
 func newChaosCrash() *cobra.Command {
 	kills, consumers := 200, 1
-	r := newChaosRun(func(seed uint64) chaos.Schedule { return chaos.Crash(seed, consumers, kills, faultWithin) })
+	r := newChaosRun(nil)
+	r.schedule = func(seed uint64) chaos.Schedule {
+		return chaos.Crash(seed, consumers, kills, min(max(faultWithin, 2*r.cfg.Messages/kills), mostApart))
+	}
 	cmd := &cobra.Command{
 		Use:   "crash",
 		Short: "Kill a consumer a few hundred times, during outages and poison",
@@ -262,8 +265,12 @@ func newChaosSeed() *cobra.Command {
 	return cmd
 }
 
-// faultWithin is the highest number of effects between two faults.
-const faultWithin = 60
+// faultWithin is the highest number of effects between two faults. With many --messages the kills
+// of crash are further apart, at most mostApart, so that the last comes near the last message.
+const (
+	faultWithin = 60
+	mostApart   = 100_000 // the limit of chaos.Fault.After
+)
 
 // chaosRun is a command that runs a schedule, and judges its history.
 type chaosRun struct {

@@ -5,6 +5,7 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -139,10 +140,7 @@ func TestFleetOnRegisters(t *testing.T) { //nolint:tparallel // nine processes a
 // documents, and after the last fault every process has its share.
 func TestExploreOnRegisters(t *testing.T) {
 	t.Parallel()
-	runs := "2"
-	if os.Getenv("STORMGUARD_FULL") != "" {
-		runs = "50"
-	}
+	runs := cmp.Or(os.Getenv("STORMGUARD_EXPLORE"), "2")
 	url := func(kind brokers.Kind, scheme string) func(t *testing.T) string {
 		return func(t *testing.T) string {
 			addr := brokers.ForTest(t, kind)
