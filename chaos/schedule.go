@@ -247,9 +247,9 @@ func Disk(seed uint64, consumers, faults, most int) Schedule {
 }
 
 // Stages returns a schedule of three stages, with quiet effects before each: the network
-// loses 5 % of the packets that come from the broker, then the first consumer is down, then the processors burn. The
-// gates are a p99 of 350 ms; a longest wait of 20 s, or of half of down if that is less;
-// and 0.02 % of errors.
+// loses 5 % of the packets that come from the broker, then the first consumer is down, then
+// the processors burn. The gates are a p99 of 350 ms; a longest wait of 20 s, or of half of
+// down if that is less; and 0.02 % of errors.
 func Stages(seed uint64, consumers, quiet int, loss, down, burn time.Duration) Schedule {
 	return Schedule{
 		Seed: seed, Consumers: consumers, Gates: &Gates{P99: 350, Longest: min(20_000, float64(down.Milliseconds())/2), ErrorPercent: 0.02},

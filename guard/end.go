@@ -15,7 +15,7 @@ import (
 // their own context.
 const lastCall = 250 * time.Millisecond
 
-// revokedFor is how long handlers may go on after a revoke. Most calls end by themselves in that
+// revokedFor is when handlers are cancelled, after a revoke. Most calls end by themselves in that
 // time, and are not made again by the next owner.
 const revokedFor = time.Second
 
@@ -25,7 +25,8 @@ const endSays = 2 * time.Second
 // End ends the source and this epoch. It stops intake, waits for handlers that run and for dead
 // letters that are being written, gives all other messages back through [Port.Return], and
 // flushes. No port call comes after End has returned. With [ReasonRebalance] it cancels handlers
-// that still run after a second, because the messages' next owner waits for them.
+// that still run after a second, or after half of ctx's time: the messages' next owner waits for
+// them. With [ReasonLost] it cancels them at once.
 //
 // If ctx ends first, End cancels the handlers. 250 ms later it goes on without the calls that have
 // not returned, and reports their messages: a handler that ignores its context cannot be killed.
@@ -45,11 +46,18 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	s.ending = e
 	s.c.ended = true
 	cancel := s.cancel
-	s.revoked.Store(why == ReasonRebalance)
+	s.revoked.Store(why == ReasonRebalance || why == ReasonLost)
 	close(s.ended)
 	s.unlock(s.g.now())
-	if why == ReasonRebalance {
-		long := time.AfterFunc(revokedFor, func() { cancel(errRevoked) })
+	switch why {
+	case ReasonLost:
+		cancel(errRevoked)
+	case ReasonRebalance:
+		wait := revokedFor
+		if at, ok := ctx.Deadline(); ok {
+			wait = min(wait, time.Until(at)/2)
+		}
+		long := time.AfterFunc(wait, func() { cancel(errRevoked) })
 		defer long.Stop()
 	}
 	s.nudge()

@@ -75,8 +75,8 @@ var (
 	writeBuckets    = []float64{1, 10}              // up to the timeout of a write
 )
 
-// The reasons that are always shown, also as 0. ReasonRebalance and ReasonShutdown are not
-// among them: such a source has ended, and its metrics with it.
+// The reasons that are always shown, also as 0. ReasonRebalance, ReasonShutdown and
+// ReasonLost are not among them: such a source has ended, and its metrics with it.
 var (
 	holdReasons     = []Reason{ReasonBreaker, ReasonBackpressure, ReasonStorm, ReasonDLQ, ReasonOperator, ReasonLimiter}
 	functionReasons = []Reason{ReasonBreaker, ReasonOperator}

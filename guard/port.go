@@ -100,7 +100,7 @@ type Limits struct {
 	// (RabbitMQ's consumer timeout). A handler timeout above it is refused.
 	HoldMax time.Duration
 
-	// RevokeGrace is how long a handler may go on after the broker took the source
+	// RevokeGrace is when a handler must have returned, after the broker took the source
 	// away (Kafka's rebalance timeout). A handler timeout above it is refused.
 	RevokeGrace time.Duration
 
@@ -133,11 +133,12 @@ const (
 	ReasonOperator            // a person paused the source; a person or the end of the pause clears it
 	ReasonRebalance           // the broker took the source away
 	ReasonShutdown            // the process is stopping
+	ReasonLost                // the broker takes no ack of this epoch any more, such as after a broken connection
 	reasonCount
 )
 
 var reasonNames = [reasonCount]string{
-	"none", "breaker", "limiter", "backpressure", "storm", "dlq", "operator", "rebalance", "shutdown",
+	"none", "breaker", "limiter", "backpressure", "storm", "dlq", "operator", "rebalance", "shutdown", "lost",
 }
 
 // String is the reason's word in metrics, logs and reports.

@@ -467,7 +467,7 @@ func TestCloseInEveryState(t *testing.T) {
 }
 
 // A revoked source waits a second for its handlers, and then cancels them, which is nobody's
-// failure.
+// failure. It does not wait if their acks are lost.
 func TestRevoke(t *testing.T) {
 	for name, l := range map[string]Limits{"in time": {}, "in time, of a batch": {AckWait: time.Minute}} {
 		bubble(t, name, func(t *testing.T) {
@@ -495,33 +495,44 @@ func TestRevoke(t *testing.T) {
 			}
 		})
 	}
-	bubble(t, "too long", func(t *testing.T) {
-		var revoked time.Time
-		r := newRig(t, Policy{}, Limits{}, func(_ *rig, ctx context.Context, m int) error {
-			if m < 3 {
-				return nil
+	for name, c := range map[string]struct {
+		why               Reason
+		within, cancelled time.Duration
+	}{
+		"too long":    {ReasonRebalance, time.Minute, revokedFor},
+		"little time": {ReasonRebalance, time.Second, time.Second / 2},
+		"lost":        {ReasonLost, time.Minute, 0},
+	} {
+		bubble(t, name, func(t *testing.T) {
+			var revoked time.Time
+			r := newRig(t, Policy{}, Limits{}, func(_ *rig, ctx context.Context, m int) error {
+				if m < 3 {
+					return nil
+				}
+				<-ctx.Done()
+				if d := time.Since(revoked); d != c.cancelled {
+					t.Errorf("cancelled %v after the revoke", d)
+				}
+				if !errors.Is(context.Cause(ctx), errRevoked) {
+					t.Errorf("cause %v", context.Cause(ctx))
+				}
+				return ctx.Err()
+			})
+			r.send(0, 4)
+			synctest.Wait()
+			revoked = time.Now()
+			within, cancel := context.WithTimeout(t.Context(), c.within)
+			defer cancel()
+			rep := r.s.End(within, c.why)
+			if rep.Account.Acked != 3 || rep.Account.Returned != 1 || !rep.Clean() {
+				t.Errorf("%+v", rep)
 			}
-			<-ctx.Done()
-			if d := time.Since(revoked); d != revokedFor {
-				t.Errorf("cancelled %v after the revoke", d)
+			if f := r.s.State().Tally.Failures; f != 0 {
+				t.Errorf("%d failures", f)
 			}
-			if !errors.Is(context.Cause(ctx), errRevoked) {
-				t.Errorf("cause %v", context.Cause(ctx))
-			}
-			return ctx.Err()
+			r.close()
 		})
-		r.send(0, 4)
-		synctest.Wait()
-		revoked = time.Now()
-		rep := r.s.End(t.Context(), ReasonRebalance)
-		if rep.Account.Acked != 3 || rep.Account.Returned != 1 || !rep.Clean() {
-			t.Errorf("%+v", rep)
-		}
-		if f := r.s.State().Tally.Failures; f != 0 {
-			t.Errorf("%d failures", f)
-		}
-		r.close()
-	})
+	}
 }
 
 // Batches from a feed take the same way, and the account is exact in between.

@@ -49,7 +49,7 @@ type Source[M any] struct {
 	chunk       atomic.Pointer[callChunk]
 	slowAt      atomic.Uint64 // number of the last call reported as slow, plus 1
 	fenced      atomic.Bool   // no port call may begin
-	revoked     atomic.Bool   // End's reason is ReasonRebalance; set before ended is closed
+	revoked     atomic.Bool   // End's reason is ReasonRebalance or ReasonLost; set before ended is closed
 	slow        atomic.Bool   // the closed path is off, as the machine has something to do
 	timeout     atomic.Int64  // Policy.Timeout
 	batchMax    atomic.Int64  // how many messages Run takes from its input at once

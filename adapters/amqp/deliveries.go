@@ -296,7 +296,7 @@ loop:
 			gone = true
 			if err != nil && ctx.Err() == nil { // nil: the program closed the channel, which is its shutdown
 				d.o.log.Warn("channel lost", "source", d.o.name, "error", err)
-				why = guard.ReasonRebalance
+				why = guard.ReasonLost
 			}
 			break loop
 		case <-d.src.Ended():
@@ -304,7 +304,7 @@ loop:
 		case <-read:
 			if d.fault != nil {
 				d.o.log.Error("the deliveries are not read any more", "source", d.o.name, "error", d.fault)
-				gone, why = true, guard.ReasonRebalance
+				gone, why = true, guard.ReasonLost
 				break loop
 			}
 			read = nil

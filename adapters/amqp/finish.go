@@ -26,7 +26,7 @@ func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, 
 	switch {
 	case stopped: // whatever ended the epoch
 	case lost:
-		why = guard.ReasonRebalance
+		why = guard.ReasonLost
 	case how != epochStopped:
 		why = guard.ReasonBackpressure
 	}

@@ -202,7 +202,7 @@ func TestTheReasonOfAnEnd(t *testing.T) {
 			cancel()
 			return conn.Close()
 		}},
-		{"it breaks", "rebalance", func(l *lines, _ func(), _ *amqp091.Connection, _ *amqp091.Channel) error {
+		{"it breaks", "lost", func(l *lines, _ func(), _ *amqp091.Connection, _ *amqp091.Channel) error {
 			l.cut()
 			return nil
 		}},
@@ -228,7 +228,7 @@ func TestTheReasonOfAnEnd(t *testing.T) {
 			if n := len(log.with("source ended", "reason="+c.want)); n != 1 {
 				t.Error(log.buf.String())
 			}
-			if lost := len(log.with("channel lost")); (lost > 0) != (c.want == "rebalance") {
+			if lost := len(log.with("channel lost")); (lost > 0) != (c.want == "lost") {
 				t.Error(log.buf.String())
 			}
 		})

@@ -19,7 +19,7 @@ import (
 func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
 	ss.leave(c.name)
 	src, err := openClaim(ss, c.name, revoked, func() (*guard.Source[*sarama.ConsumerMessage], error) {
-		return guard.Open(ss.h.g, ss.sourceConfig(c), limits(ss.set.config), guard.Port[*sarama.ConsumerMessage](c), ss.guarded)
+		return guard.Open(ss.h.g, ss.sourceConfig(c), limits(ss.set.config), guard.Port[*sarama.ConsumerMessage](c), ss.guarded(revoked))
 	})
 	if src == nil {
 		return err
@@ -44,18 +44,20 @@ func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
 	return leftError(c.name, report)
 }
 
-// guarded calls the user's handler. Before, it waits while another claim is being left (makeWay).
-// That wait is no attempt: if it took more than half of the handler's timeout, guarded asks the
-// guard to call it again for this message.
-func (ss *session) guarded(ctx context.Context, m *sarama.ConsumerMessage) error {
-	if ss.yieldUntil.Load() != 0 { // checked before ctx.Done(), which would allocate
-		begun := time.Now()
-		ss.yield(ctx.Done())
-		if 2*time.Since(begun) > ss.timeout {
-			return guard.Backoff(errMakesWay, begun)
+// guarded returns a function that calls the user's handler. Before, it waits while another claim
+// is being left (makeWay). That wait is no attempt: if it took more than half of the handler's
+// timeout, or if its own claim is revoked meanwhile, the function asks the guard to call it again
+// for this message. revoked may be nil.
+func (ss *session) guarded(revoked <-chan struct{}) func(context.Context, *sarama.ConsumerMessage) error {
+	return func(ctx context.Context, m *sarama.ConsumerMessage) error {
+		if ss.yieldUntil.Load() != 0 { // checked before ctx.Done(), which would allocate
+			begun := time.Now()
+			if !ss.yield(ctx.Done(), revoked) || 2*time.Since(begun) > ss.timeout {
+				return guard.Backoff(errMakesWay, begun)
+			}
 		}
+		return ss.h.handle(ctx, m)
 	}
-	return ss.h.handle(ctx, m)
 }
 
 var errMakesWay = errors.New("kafka: another claim is being left")
@@ -105,12 +107,15 @@ const endsTogether = 100 * time.Millisecond
 // markEvery is how often settled messages are marked, at least.
 const markEvery = 100 * time.Millisecond
 
-// endSource ends a claim's source. Its reason is a shutdown if the program stops, otherwise a
-// rebalance.
+// endSource ends a claim's source: because the program stops, because the group went on without
+// this member and takes no commits of it, or because of a rebalance.
 func (ss *session) endSource(topic string, end func(context.Context, guard.Reason) guard.Report) guard.Report {
 	why, limit := guard.ReasonRebalance, grace(ss.set.config)
-	if ss.stopped() {
+	switch cause := context.Cause(ss.native.Context()); {
+	case ss.stopped():
 		why, limit = guard.ReasonShutdown, min(limit, ss.h.opts.stopTimeout)
+	case errors.Is(cause, sarama.ErrUnknownMemberId), errors.Is(cause, sarama.ErrIllegalGeneration), errors.Is(cause, sarama.ErrFencedInstancedId):
+		why = guard.ReasonLost
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/IBM/sarama"
@@ -158,15 +159,31 @@ func (untouched) Done() <-chan struct{} { panic("the hot path looked at the cont
 
 func TestTheHotPathLeavesTheContextAlone(t *testing.T) {
 	ss := &session{h: &handler{handle: nothing}}
-	if err := ss.guarded(untouched{t.Context()}, nil); err != nil {
+	if err := ss.guarded(nil)(untouched{t.Context()}, nil); err != nil {
 		t.Error(err)
 	}
 	ss.begun, ss.timeout = time.Now(), time.Minute
 	ss.yieldUntil.Store(int64(200 * time.Millisecond))
-	if err := ss.guarded(t.Context(), nil); err != nil || time.Since(ss.begun) < 200*time.Millisecond {
+	if err := ss.guarded(nil)(t.Context(), nil); err != nil || time.Since(ss.begun) < 200*time.Millisecond {
 		t.Errorf("%v, no rest for a claim that is let go", err)
 	}
 	if ss.yieldUntil.Load() != 0 {
 		t.Error("it rests for ever")
 	}
+}
+
+// A message of a claim that is revoked while it rests is not handled any more.
+func TestNoCallOfARevokedClaim(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ss := &session{begun: time.Now(), timeout: time.Minute, h: &handler{handle: func(context.Context, *sarama.ConsumerMessage) error {
+			t.Error("the handler is called")
+			return nil
+		}}}
+		ss.yieldUntil.Store(int64(time.Second))
+		revoked := make(chan struct{})
+		time.AfterFunc(time.Millisecond, func() { close(revoked) })
+		if err := ss.guarded(revoked)(t.Context(), nil); !errors.Is(err, errMakesWay) || time.Since(ss.begun) != time.Millisecond {
+			t.Errorf("%v after %v", err, time.Since(ss.begun))
+		}
+	})
 }

@@ -201,7 +201,7 @@ func (i *inspection) deadLetters(from, to *cluster.Topic, want cluster.NewTopic)
 		i.findings.Add(guard.Danger, where, i.in.Alter(to.Name, "message.timestamp.type=LogAppendTime"),
 			"its retention of %s counts from the message's own time, so the dead letter of an old message may be deleted at once", keeps)
 	}
-	// DLQConfig.Partitions may be below a source's on purpose.
+	// DLQConfig.Partitions may be below a source's on purpose: that is no finding.
 	if to.Partitions < min(from.Partitions, want.Partitions) {
 		i.findings.Add(guard.Notice, where, i.in.AddPartitions(to.Name, want.Partitions),
 			"it has %d partitions, %s has %d: dead letters do not keep their partition", to.Partitions, from.Name, from.Partitions)

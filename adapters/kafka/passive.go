@@ -292,7 +292,7 @@ func (h *handler) sayFailed(c *claim, err error, now time.Time) {
 // with ctx, the source or the claim.
 func (w *wrappedClaim) intake(ctx context.Context) {
 	for {
-		w.ss.yield(ctx.Done())
+		w.ss.yield(ctx.Done(), nil)
 		var m *sarama.ConsumerMessage
 		var ok bool
 		select {

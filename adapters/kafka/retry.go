@@ -143,13 +143,13 @@ func (ss *session) consumeParking(c *claim, revoked <-chan struct{}) error {
 		return nil // the claim is over before it began
 	}
 	src, err := openClaim(ss, c.name, revoked, func() (*guard.Source[*sarama.ConsumerMessage], error) {
-		return guard.Open(ss.h.g, ss.sourceConfig(c), limits(ss.set.config), guard.Port[*sarama.ConsumerMessage](parkingPort{c, parked}), parked.Handler(ss.guarded))
+		return guard.Open(ss.h.g, ss.sourceConfig(c), limits(ss.set.config), guard.Port[*sarama.ConsumerMessage](parkingPort{c, parked}), parked.Handler(ss.guarded(revoked)))
 	})
 	if src == nil {
 		return err
 	}
 	again, err := openClaim(ss, c.name+"/retry", revoked, func() (*guard.Source[*retry.Message], error) {
-		return guard.OpenParked(src, c.name+"/retry", parked.Port(), parked.ParkedHandler(ss.guarded))
+		return guard.OpenParked(src, c.name+"/retry", parked.Port(), parked.ParkedHandler(ss.guarded(revoked)))
 	})
 	if again == nil {
 		ss.endSource(c.topic, src.End)

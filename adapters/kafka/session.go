@@ -214,19 +214,23 @@ const (
 	maxYield   = time.Second // with a longer MaxProcessingTime nothing is gained
 )
 
-// yield waits while another claim is being left. If none is, it costs one atomic load.
-func (ss *session) yield(stop <-chan struct{}) {
+// yield waits while another claim is being left, and returns true. It returns false at once if
+// revoked is closed: the waiting claim is left itself. If no claim is, it costs one atomic load.
+func (ss *session) yield(stop, revoked <-chan struct{}) bool {
 	until := ss.yieldUntil.Load()
 	if until == 0 {
-		return
+		return true
 	}
 	rest := time.NewTimer(time.Duration(until) - time.Since(ss.begun))
 	defer rest.Stop()
 	select {
 	case <-rest.C:
 	case <-stop:
+	case <-revoked:
+		return false
 	}
 	ss.yieldUntil.CompareAndSwap(until, 0)
+	return true
 }
 
 // watch starts the goroutine that looks at the log's end, the committed offsets and the spill, if

@@ -235,7 +235,7 @@ func (ss *session) drainLeft(name, topic string, partition int32) {
 		defer ss.forget(name, l)
 		defer cancel()
 		c := &claim{topic: topic, partition: partition, group: ss.set.group, name: name, key: ss.h.opts.key, seed: seed}
-		src, err := guard.Open(ss.h.g, ss.sourceConfig(c), guard.Limits{RevokeGrace: limits(ss.set.config).RevokeGrace}, guard.Port[*sarama.ConsumerMessage](leftPort{c}), ss.guarded)
+		src, err := guard.Open(ss.h.g, ss.sourceConfig(c), guard.Limits{RevokeGrace: limits(ss.set.config).RevokeGrace}, guard.Port[*sarama.ConsumerMessage](leftPort{c}), ss.guarded(nil))
 		if err != nil {
 			ss.h.opts.log.Warn("what is in the spill of a partition waits there", "source", name, "error", err)
 			return

@@ -119,7 +119,7 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 	lost := errors.Is(gone, ErrConsumerGone) || errors.Is(gone, ErrConnectionClosed)
 	why := guard.ReasonShutdown
 	if lost {
-		why = guard.ReasonRebalance // no ack of a handler in flight would count
+		why = guard.ReasonLost
 	}
 	grace, cancel := context.WithDeadline(context.WithoutCancel(ctx), st.began.Add(o.stopTimeout))
 	defer cancel()

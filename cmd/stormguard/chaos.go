@@ -54,8 +54,8 @@ The run publishes messages, one in 97 of them poison, and starts a consumer as a
 of its own: a guard with its defaults, and once.Do around the effect. The schedule is
 drawn from --seed. SIGKILL comes at any instant, one in four times in the middle of an
 outage of the dependency, one in sixteen while the process is frozen; then the next
-process starts. The kills are spread over --messages, and publishing goes on until the last.
-Several consumers share the marks of their effects.` + figuresLong
+process starts. The kills are spread over --messages, and publishing goes on until the last
+kill. Several consumers share the marks of their effects.` + figuresLong
 
 const rollingLong = `Restart guarded consumers one after the other, as a deploy does, and prove that nothing is
 lost.
@@ -113,8 +113,8 @@ five quiet seconds.
 The gates are for the default load: two messages a second for each consumer. Linux sends a
 lost packet again after 200 ms at least, and Kafka's client asks for the next messages only
 after an answer: with more messages, more of them wait for one lost packet. The report says
-when that timer decides the p99. Each consumer runs in a network namespace of its own, which needs Linux with ip,
-nft and nsenter, and root or unprivileged user namespaces.` + figuresLong
+when that timer decides the p99. Each consumer runs in a network namespace of its own, which
+needs Linux with ip, nft and nsenter, and root or unprivileged user namespaces.` + figuresLong
 
 // errJudged means that a check of the run found a bug. errMissed means that the run missed only
 // a gate.

@@ -11,10 +11,10 @@ import (
 	"sync/atomic"
 )
 
-// burn starts a computing process for each processor, in a session of its own. Linux shares the
-// processors between sessions. With both processes in one session, Linux 6.18 gave that session
-// all processors for up to 12 s, and the broker none. end stops the processes, and returns
-// their processor time in milliseconds.
+// burn starts a computing process for each processor, each in a session of its own. Linux shares
+// the processors between sessions. With all of them in one session, Linux 6.18 gave that session
+// all processors for up to 12 s, and the broker none. end stops the processes, and returns their
+// processor time in milliseconds.
 func burn(exe string) (end func() (ms int, err error), err error) {
 	var all []*process
 	end = func() (ms int, err error) {

@@ -12,7 +12,7 @@ import (
 // goroutine begins a loss, and starts and ends processes. The loss's own goroutine ends the loss.
 type losses struct {
 	mu      sync.Mutex
-	rules   string      // of nft, that drop packets; empty without a loss
+	rules   string      // nft rules that drop packets; empty without a loss
 	timers  map[int]int // by pid of each running process: its fired timers at the begin of the loss
 	packets int         // packets lost in this loss, by ended processes
 	fired   int         // timers fired in this loss, by ended processes
