@@ -49,7 +49,7 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	s.revoked.Store(why == ReasonRebalance || why == ReasonLost)
 	close(s.ended)
 	s.unlock(s.g.now())
-	switch why {
+	switch why { //nolint:exhaustive // other ends cancel no handler
 	case ReasonLost:
 		cancel(errRevoked)
 	case ReasonRebalance:

@@ -483,8 +483,11 @@ func TestRevoke(t *testing.T) {
 			for m := range 3 {
 				in <- m
 			}
-			ended := make(chan error)
-			go func() { ended <- s.Run(t.Context(), in) }()
+			ended := make(chan struct{})
+			go func() {
+				defer close(ended)
+				_ = s.Run(t.Context(), in)
+			}()
 			synctest.Wait()
 			if rep := s.End(t.Context(), ReasonRebalance); rep.Account.Acked != 1 || !rep.Clean() {
 				t.Errorf("%+v", rep)
