@@ -4,6 +4,7 @@
 package console_test
 
 import (
+	"maps"
 	"net/http"
 	"slices"
 	"strings"
@@ -35,6 +36,17 @@ func TestEvents(t *testing.T) {
 			r.in["orders"] <- i
 		}
 		time.Sleep(20 * time.Second)
+		var one, many []console.Source
+		r.ask(http.MethodGet, "/sources?name=orders", "", &one)
+		if len(one) != 1 || len(one[0].Errors) != 1 {
+			t.Fatalf("%+v", one)
+		}
+		if e := one[0].Errors[0]; e.Title != "it does not answer" || e.Class != "unknown" || !strings.HasPrefix(e.Cause, "v2:") || e.Messages < 1 || e.Attempts < 5 {
+			t.Errorf("%+v", e)
+		}
+		if r.ask(http.MethodGet, "/sources", "", &many); len(many) != 1 || many[0].Errors != nil {
+			t.Errorf("%+v", many)
+		}
 		r.order(console.Order{Action: console.DeadLetter, Sources: []string{"orders"}, Count: 2, Why: "ticket 7"})
 		time.Sleep(time.Second)
 		r.fails.Store(false)
@@ -72,7 +84,7 @@ func TestEvents(t *testing.T) {
 			t.Fatalf("causes: %+v", causes)
 		}
 		if c := causes[0]; c.Count != int(r.letters.Load()) || c.Title != "it does not answer" || c.Class != "unknown" || !strings.HasPrefix(c.Cause, "v2:") ||
-			!slices.Equal(c.Sources, []string{"orders"}) || !slices.Equal(c.Reasons, []string{"operator"}) || c.First.After(c.Last) {
+			!slices.Equal(c.Sources, []string{"orders"}) || !maps.Equal(c.Reasons, map[string]int{"operator": c.Count}) || c.First.After(c.Last) {
 			t.Errorf("%+v", c)
 		}
 		if r.ask(http.MethodGet, "/causes?since=30s", "", &causes); len(causes) != 0 {

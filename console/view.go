@@ -7,6 +7,7 @@ import (
 	"cmp"
 	"maps"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/guard"
@@ -68,7 +69,20 @@ type Source struct {
 	Credits   float64 `json:"credits"`            // DLQ budget left
 	OldestAge float64 `json:"oldest_age_seconds"` // age of the oldest unsettled message, in seconds
 
+	// Errors are the latest errors of unsettled messages, grouped by cause, those of most
+	// messages first. Only the answer about one source has them.
+	Errors []Failing `json:"errors,omitempty"`
+
 	wider []Breaker // open scopes above the breaker
+}
+
+// A Failing is an error of unsettled messages.
+type Failing struct {
+	Cause    string `json:"cause"`    // the id of the error's group
+	Title    string `json:"title"`    // the error
+	Class    string `json:"class"`    // as in Cause
+	Messages int    `json:"messages"` // unsettled messages that failed with it last
+	Attempts int    `json:"attempts"` // the most calls of one of them so far
 }
 
 // A Hold is one reason why a source is held.
@@ -150,11 +164,18 @@ func needs(a Attention) int {
 	return 4
 }
 
-// sources returns the sources that match a pattern, sorted by name.
+// sources returns the sources that match a pattern, sorted by name. Without a * in the pattern it
+// also looks at the errors of their messages.
 func (c *Console) sources(pattern string) []Source {
 	all := []Source{}
 	for _, s := range c.controls(pattern) {
-		all = append(all, view(s.group, s.Control.State()))
+		v := view(s.group, s.Control.State())
+		if !strings.HasSuffix(pattern, "*") {
+			for _, f := range s.Failing() {
+				v.Errors = append(v.Errors, Failing{f.Cause.ID, f.Cause.Title, f.Class.String(), f.Messages, f.Attempts})
+			}
+		}
+		all = append(all, v)
 	}
 	return all
 }

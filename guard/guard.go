@@ -122,6 +122,7 @@ type Control interface { //nolint:interfacebloat // it is all that an operator c
 	Name() string
 	Account() Account
 	State() State
+	Failing() []Failing
 	Pause(d time.Duration)
 	Resume()
 	ForceOpen(d time.Duration) error

@@ -11,6 +11,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math"
 	"net/http"
 	"net/url"
@@ -215,17 +216,28 @@ func showSource(w io.Writer, l words.Language, s console.Source) error {
 			s.Received, s.Acked, s.Failures, s.DeadLettered, s.Quarantined, s.Returned))
 		row(l.Say("  oldest message"), seconds(s.OldestAge))
 		row(l.Say("  DLQ credits"), fmt.Sprintf("%.1f", s.Credits))
+		for _, e := range s.Errors {
+			row(l.Say("  error"), l.Sayf("%d messages, up to %d attempts: %s (%s, %s)", e.Messages, e.Attempts, printable(e.Title, "-"), e.Class, e.Cause))
+		}
 		row(l.Say("  breaker"), breakerText(l, s.Breaker))
 		row(l.Say("  storm"), l.Sayf("%s: error rate %.1f %%, %d attempts, age %s", l.Say(map[bool]string{true: "yes", false: "no"}[s.Storm.Active]),
 			100*s.Storm.ErrorRate, s.Storm.Attempts, seconds(s.Storm.Age)))
 	})
 }
 
+// failures is the percentage of failed calls, which only a closed breaker counts.
+func failures(b console.Breaker) string {
+	if b.State != "closed" {
+		return "-"
+	}
+	return fmt.Sprintf("%.1f %%", 100*b.Ratio)
+}
+
 func breakerText(l words.Language, b console.Breaker) string {
 	if b.Name == "" {
 		return l.Say("none")
 	}
-	text := l.Sayf("%s: %s for %s, failures %.1f %%", b.Name, l.Say(b.State), seconds(b.Since), 100*b.Ratio)
+	text := l.Sayf("%s: %s for %s, failures %s", b.Name, l.Say(b.State), seconds(b.Since), failures(b))
 	if b.Cause != "" {
 		text += l.Sayf(", cause %s", b.Cause)
 	}
@@ -247,7 +259,7 @@ func newBreakerList() *cobra.Command {
 		return show(&o, cmd, raw, all, func(w io.Writer, l words.Language) error {
 			return table(w, l, "BREAKER\tGROUP\tSTATE\tSINCE\tCAUSE\tFORCED\tFAILURES\tSOURCES", func(row func(...any)) {
 				for _, b := range all {
-					row(b.Name, b.Group, l.Say(b.State), seconds(b.Since), cmp.Or(b.Cause, "-"), forced(b), fmt.Sprintf("%.1f %%", 100*b.Ratio), len(b.Sources))
+					row(b.Name, b.Group, l.Say(b.State), seconds(b.Since), cmp.Or(b.Cause, "-"), forced(b), failures(b), len(b.Sources))
 				}
 			})
 		})
@@ -303,7 +315,11 @@ func newCauses() *cobra.Command {
 		return show(&o, cmd, raw, all, func(w io.Writer, l words.Language) error {
 			return table(w, l, "DEAD LETTERS\tCAUSE\tERROR\tREASONS\tSOURCES\tFIRST\tLAST", func(row func(...any)) {
 				for _, c := range all {
-					row(c.Count, cmp.Or(c.Cause, "-"), oneLine(c.Title), strings.Join(c.Reasons, ", "), strings.Join(c.Sources, ", "),
+					var reasons []string
+					for _, reason := range slices.Sorted(maps.Keys(c.Reasons)) {
+						reasons = append(reasons, fmt.Sprint(reason, " ", c.Reasons[reason]))
+					}
+					row(c.Count, cmp.Or(c.Cause, "-"), oneLine(c.Title), strings.Join(reasons, ", "), strings.Join(c.Sources, ", "),
 						c.First.Format(time.TimeOnly), c.Last.Format(time.TimeOnly))
 				}
 			})
@@ -358,7 +374,7 @@ func report(w io.Writer, l words.Language, since time.Duration, st console.Statu
 	var b strings.Builder
 	b.WriteString(l.Sayf("# %s: the %v before %s\n\n", st.Process, since, st.At.Format(time.RFC3339)))
 	b.WriteString(l.Sayf("Now: %d of %s held, %d in a storm, %d paused, %s in hand.\n", st.Held, l.Count(st.Sources, "source"), st.Storms, st.Paused, l.Count(st.Unsettled, "message")))
-	b.WriteString(l.Sayf("Breakers that closed were open for %s in all.\n\n", cmp.Or(strings.TrimPrefix(seconds(held), "-"), l.Say("no time"))))
+	b.WriteString(l.Sayf("Breakers that closed were open for %s, added up.\n\n", cmp.Or(strings.TrimPrefix(seconds(held), "-"), l.Say("no time"))))
 	if len(causes) > 0 {
 		b.WriteString(l.Say("| dead letters | cause | error | sources |\n") + "|---|---|---|---|\n")
 		for _, c := range causes {

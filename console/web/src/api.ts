@@ -39,6 +39,7 @@ export type Source = {
   quarantined: number;
   credits: number;
   oldest_age_seconds: number;
+  errors?: { cause: string; title: string; class: string; messages: number; attempts: number }[];
 };
 
 // Seen is a source, and when this page heard of it: times go on from there.
@@ -71,7 +72,7 @@ export type Cause = {
   title: string;
   class: string;
   count: number;
-  reasons: string[];
+  reasons: Record<string, number>;
   sources: string[];
   first: string;
   last: string;

@@ -91,6 +91,8 @@ export function Sources({ w, all }: { w: Words; all: Source[] }) {
 
 export function SourcePage({ w, s, name }: { w: Words; s?: Seen; name: string }) {
   const [asked, setAsked] = useState<{ title: string; order: Order }>();
+  const [whole] = useAsked<Source[]>("sources?name=" + encodeURIComponent(name), 2000);
+  const errors = whole?.[0]?.errors ?? [];
   if (!s) {
     return (
       <>
@@ -168,6 +170,15 @@ export function SourcePage({ w, s, name }: { w: Words; s?: Seen; name: string })
           ]}
         />
       </div>
+      {errors.length > 0 && (
+        <>
+          <h2>{w.errorsInHand}</h2>
+          <Table
+            columns={[[w.messages, "number"], w.error, [w.attempts, "number"]]}
+            rows={errors.slice(0, mostShown).map((e) => [e.cause, e.messages, e.title, e.attempts])}
+          />
+        </>
+      )}
       <h2>{w.actions}</h2>
       <p class="buttons">
         {actions.map(([title, order, can]) => (
