@@ -40,7 +40,7 @@ func (idle) Flush() error                     { return nil }
 //	go test -run '^$' -bench Scrape
 func BenchmarkScrape1000(b *testing.B) {
 	registry := prom.NewRegistry()
-	exporter, err := prometheus.New(prometheus.WithRegisterer(registry))
+	exporter, err := prometheus.New(prometheus.WithRegisterer(registry), prometheus.WithoutScopeInfo())
 	if err != nil {
 		b.Fatal(err)
 	}
