@@ -344,3 +344,48 @@ func TestProbesThatSayNothingLetParkedGoOn(t *testing.T) {
 		closeAll(t, g)
 	})
 }
+
+// Parked messages have no breaker. If nothing else comes, those that fail are called more and more
+// rarely, and still die soon after a proof of life.
+func TestIdleParkedMessagesAreCalledRarely(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		const failing = 31
+		g := Must(New(Config{Policy: Policy{Order: OrderKey, Workers: 4}}))
+		parent := Must(Open(g, SourceConfig{Name: "s", DeadLetters: &testWriter{}}, Limits{}, &testPort{keys: 40}, func(context.Context, int) error { return nil }))
+		var calls atomic.Int64
+		again := Must(OpenParked(parent, "s/retry", Port[int](&testPort{keys: 40}), func(context.Context, int) error {
+			calls.Add(1)
+			return errBad
+		}))
+		fresh, parked, ended := make(chan int), make(chan int), make(chan error, 2)
+		go func() { ended <- parent.Run(t.Context(), fresh) }()
+		go func() { ended <- again.Run(t.Context(), parked) }()
+		for m := range failing {
+			parked <- m
+		}
+		time.Sleep(2 * time.Minute)
+		synctest.Wait()
+		before := calls.Load()
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		if got, most := calls.Load()-before, int64(2*failing*60/5); got > most { // a wait is 5 s on average
+			t.Errorf("%d calls in a minute, at most %d are right", got, most)
+		}
+		if a := again.Account(); a.DeadLettered > 0 {
+			t.Errorf("%+v", a)
+		}
+		for m := range 30 {
+			fresh <- m
+			time.Sleep(2 * time.Second)
+		}
+		synctest.Wait()
+		if a := again.Account(); a.DeadLettered != failing {
+			t.Errorf("a minute after a proof of life: %+v", a)
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+		<-ended
+		<-ended
+	})
+}
