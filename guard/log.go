@@ -650,7 +650,7 @@ func (j *journal) storm(now time.Duration, cfg SourceConfig, key string, fleet, 
 		l.text = lineStormOver
 	}
 	if active {
-		l.args = append(l.args, "means", "nothing is dead-lettered but what its own error condemns; the breaker is open")
+		l.args = append(l.args, "means", "dead letters need a proof, or an error that blames the message; guesses wait longer; the breaker is open")
 	} else {
 		l.level, l.end = slog.LevelInfo, true
 		l.args = append(l.args, "for", change.For)
@@ -665,6 +665,14 @@ func (j *journal) letter(from letterFrom, r *dlq.Record) {
 	l := line{slog.LevelWarn, lineLetter, from.topic, false, []any{
 		"source", from.cfg.Name, "reason", string(r.Reason), "class", from.class.String(), "cause", r.Cause.ID, "error", r.Cause.Title, "attempts", r.Attempts,
 	}}
+	switch o := r.Origin; {
+	case o.HasOffset:
+		l.args = append(l.args, "offset", o.Offset)
+	case o.Sequence > 0:
+		l.args = append(l.args, "sequence", o.Sequence)
+	case o.MessageID != "":
+		l.args = append(l.args, "message_id", cutText(o.MessageID))
+	}
 	j.mu.Lock()
 	c := j.letters[from.topic]
 	if c == nil || now >= c.since+letterSpan && c.more == 0 {

@@ -641,3 +641,22 @@ func TestLogLinesAreDocumented(t *testing.T) {
 		}
 	}
 }
+
+// The line of a dead letter tells which message it was.
+func TestLineOfALetterNamesItsMessage(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newLogRig(t)
+		for name, o := range map[string]dlq.Origin{
+			"offset": {HasOffset: true, Offset: 7, MessageID: "a"}, "sequence": {Sequence: 7}, "message_id": {MessageID: "7"}, "none": {},
+		} {
+			r.g.journal.letter(letterFrom{SourceConfig{Name: name}, name, ClassMessage}, &dlq.Record{Origin: o})
+		}
+		for _, l := range r.log.of("dead letter") {
+			name := fmt.Sprint(l.args["source"])
+			if got := fmt.Sprint(l.args[name]); (got != "7") != (name == "none") {
+				t.Errorf("%s: %+v", name, l.args)
+			}
+		}
+		r.close()
+	})
+}
