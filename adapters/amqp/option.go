@@ -51,9 +51,9 @@ func WithQueue(name string) Option { return func(o *options) { o.queue = name } 
 // [Deliveries], Policy.Workers is how many deliveries may be out at a time; unset means 1.
 func WithPolicy(p guard.Policy) Option { return func(o *options) { o.policy = &p } }
 
-// WithPrefetch is how many deliveries the broker leaves unsettled, from 1 to 65535. [Consume] sets
-// it at the broker, and cuts a larger window to it. Its default is the policy's window, or 256. For
-// [Deliveries] it must be the number that the program has set with Channel.Qos; if unset, the
+// WithPrefetch is how many deliveries the broker leaves unsettled, from 1 to 65535; 0 is the
+// default. [Consume] sets it at the broker, and cuts a larger window to it. Its default is the
+// policy's window, or 256. For [Deliveries] it must be the number that the program has set with Channel.Qos; if unset, the
 // prefetch is not known. Deliveries refuses a larger window, and ends the result at more unsettled
 // deliveries.
 //
@@ -185,6 +185,14 @@ func whole(v any) (int64, bool) {
 	default:
 		return 0, false
 	}
+}
+
+// ownLetters refuses dead letters that would come back to the queue that they come from.
+func (o *options) ownLetters() error {
+	if d, ok := o.letters.(*DLQ); ok && d != nil && d.cfg.Queue == o.queue {
+		return fmt.Errorf("amqp: WithDeadLetters: dead letters of %q would go to %q itself", o.queue, o.queue)
+	}
+	return nil
 }
 
 // limits are the broker's deadlines and bounds for a source with this prefetch.

@@ -6,6 +6,7 @@ package guardnats
 import (
 	"context"
 	"errors"
+	"fmt"
 	"reflect"
 	"strings"
 	"time"
@@ -45,6 +46,15 @@ func warnOfConn(conn *nats.Conn, o *options, name string) {
 	if lacks := lackingOptions(&conn.Opts); len(lacks) > 0 {
 		o.log.Warn("the connection is not set up for outages", "source", name, "add", "nats.Connect(…, "+strings.Join(lacks, ", ")+")",
 			"gives_up_after", conn.Opts.MaxReconnect, "dead_unnoticed_for", silence(&conn.Opts), "write_blocks_for", conn.Opts.FlusherTimeout)
+	}
+}
+
+// warnOfMaxDeliver logs a consumer's MaxDeliver: after so many deliveries the server keeps a
+// message, but delivers it to nobody. A clean stop knows of such messages, a crash does not.
+func warnOfMaxDeliver(most int, o *options, stream, consumer, name string) {
+	if most > 0 {
+		o.log.Warn("crashes and restarts use up deliveries, too: after the last one a message stays in the stream, and nobody gets it", "source", name, "max_deliver", most,
+			"help", fmt.Sprintf("nats consumer edit %s %s --max-deliver=-1; the guard counts attempts itself", stream, consumer))
 	}
 }
 

@@ -63,6 +63,7 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 	}
 	conn := connOf(consumer)
 	warnOfConn(conn, &o, s.config.Name)
+	warnOfMaxDeliver(s.limits.MaxDeliver, &o, s.info.Stream, s.info.Name, s.config.Name)
 	p := &consumePort{msgPort: newMsgPort(s.info.Name, conn, &o)}
 	if policy := cmp.Or(s.config.Policy, new(g.Config().Policy)); policy.Spill {
 		handle = allowInProgress(handle)

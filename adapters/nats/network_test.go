@@ -294,7 +294,7 @@ func TestReasonOfAnEnd(t *testing.T) {
 	if err := c.Wait(t); err == nil {
 		t.Fatal("no error")
 	}
-	if log.lines("msg=\"source ended\"", "reason=rebalance") != 1 {
+	if log.lines("msg=\"source ended\"", "reason=lost") != 1 {
 		t.Errorf("%s", log)
 	}
 }

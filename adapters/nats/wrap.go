@@ -75,6 +75,7 @@ func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (
 	}
 	conn := connOf(consumer)
 	warnOfConn(conn, &o, s.config.Name)
+	warnOfMaxDeliver(s.limits.MaxDeliver, &o, s.info.Stream, s.info.Name, s.config.Name)
 	p := &passivePort{
 		msgPort: newMsgPort(s.info.Name, conn, &o), maxDeliver: s.limits.MaxDeliver,
 		name: s.config.Name, log: o.log, unreadFor: max(time.Minute, s.limits.AckWait), born: time.Now(),
@@ -122,7 +123,7 @@ var (
 
 	// errNotSettled is the failure of a wrapped message that was neither
 	// settled nor extended within the consumer's AckWait.
-	errNotSettled = errors.New("nats: not settled within the AckWait")
+	errNotSettled = errors.New("nats: not settled within the AckWait: take a longer one, or call InProgress meanwhile")
 
 	// errNotWrapped means that [Fail] was given a message that does not come
 	// from [WrapConsumer].
