@@ -173,7 +173,7 @@ func (o *overwritten) CompareAndSet(ctx context.Context, number uint64, document
 func TestExploreSeesTwoDocuments(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
-	err := Explore(t.Context(), ExploreConfig{Seed: 1, Runs: 5, Register: func(context.Context, uint64) (register.Register, func(), error) {
+	err := Explore(t.Context(), ExploreConfig{Seed: 1, Runs: 2, Register: func(context.Context, uint64) (register.Register, func(), error) {
 		return new(overwritten), func() {}, nil
 	}}, &out)
 	if !errors.Is(err, ErrFailed) || !strings.Contains(out.String(), "has two documents") {
