@@ -8,6 +8,7 @@ import (
 	"errors"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -357,9 +358,10 @@ func TestIdleParkedMessagesAreCalledRarely(t *testing.T) {
 			calls.Add(1)
 			return errBad
 		}))
-		fresh, parked, ended := make(chan int), make(chan int), make(chan error, 2)
-		go func() { ended <- parent.Run(t.Context(), fresh) }()
-		go func() { ended <- again.Run(t.Context(), parked) }()
+		fresh, parked := make(chan int), make(chan int)
+		var loops sync.WaitGroup
+		loops.Go(func() { _ = parent.Run(t.Context(), fresh) })
+		loops.Go(func() { _ = again.Run(t.Context(), parked) })
 		for m := range failing {
 			parked <- m
 		}
@@ -385,7 +387,6 @@ func TestIdleParkedMessagesAreCalledRarely(t *testing.T) {
 		if _, err := g.Close(t.Context()); err != nil {
 			t.Error(err)
 		}
-		<-ended
-		<-ended
+		loops.Wait()
 	})
 }
