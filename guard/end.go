@@ -15,7 +15,7 @@ import (
 // their own context.
 const lastCall = 250 * time.Millisecond
 
-// revokedFor is when handlers are cancelled, after a revoke. Most calls end by themselves in that
+// revokedFor is how long after a revoke handlers are cancelled. Most calls end by themselves in that
 // time, and are not made again by the next owner.
 const revokedFor = time.Second
 

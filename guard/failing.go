@@ -13,30 +13,32 @@ import (
 // A Failing is an error of unsettled messages.
 type Failing struct {
 	Cause    dlq.Cause
-	Class    Class
-	Messages int // unsettled messages that failed with it last
-	Attempts int // the most calls of one of them so far
+	Class    Class // of one of them
+	Messages int   // unsettled messages that failed with it last
+	Attempts int   // the most calls of one of them so far
 }
 
 // mostFailing bounds the errors that Failing looks at.
 const mostFailing = 1000
 
 // Failing groups the unsettled messages that have failed by their latest error, those of most
-// messages first. It looks at no more than 1,000 of them, and leaves out those whose history had
-// no room in memory. In an outage most messages wait without a call, so they are few.
+// messages first. It looks at any 1,000 of them. In an outage most messages wait without a call,
+// so those that have failed are few.
 //
 // The cost is one look at each unsettled message under the source's lock, and a fingerprint of
 // each error without it.
 func (s *Source[M]) Failing() []Failing {
 	type failed struct {
 		words dlq.ErrorInfo
+		stack []byte
 		class Class
 		tries int
 	}
 	var all []failed
 	look := func(it *item[M]) {
 		if n := len(it.failures); n > 0 && len(all) < mostFailing {
-			all = append(all, failed{it.failures[n-1].words, it.class, it.tries})
+			latest := it.failures[n-1]
+			all = append(all, failed{latest.words, latest.stack, it.class, it.tries})
 		}
 	}
 	s.mu.Lock()
@@ -48,6 +50,7 @@ func (s *Source[M]) Failing() []Failing {
 
 	groups := make(map[string]*Failing)
 	for _, f := range all {
+		f.words.Stack = string(f.stack)
 		cause := f.words.Fingerprint()
 		g := groups[cause.ID]
 		if g == nil {

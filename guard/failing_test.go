@@ -59,3 +59,24 @@ func TestFailing(t *testing.T) {
 		})
 	}
 }
+
+// The cause of a panic has the id that its dead letter has: a rule may name it.
+func TestFailingOfAPanic(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newRig(t, Policy{}, Limits{}, func(*rig, context.Context, int) error { panic("no price") })
+		r.send(0, 1)
+		time.Sleep(10 * time.Second)
+		r.check()
+		all := r.s.Failing()
+		if n := r.s.DeadLetterWaiting(1); n != 1 || len(all) != 1 {
+			t.Fatalf("%d dead letters, %+v", n, all)
+		}
+		r.check()
+		r.letters.mu.Lock()
+		defer r.letters.mu.Unlock()
+		if recs := r.letters.recs; len(recs) != 1 || recs[0].Cause != all[0].Cause {
+			t.Errorf("%+v, the letter has %+v", all[0].Cause, recs)
+		}
+		r.close()
+	})
+}

@@ -100,7 +100,7 @@ type Limits struct {
 	// (RabbitMQ's consumer timeout). A handler timeout above it is refused.
 	HoldMax time.Duration
 
-	// RevokeGrace is when a handler must have returned, after the broker took the source
+	// RevokeGrace is how soon a handler must have returned after the broker took the source
 	// away (Kafka's rebalance timeout). A handler timeout above it is refused.
 	RevokeGrace time.Duration
 

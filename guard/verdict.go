@@ -308,7 +308,7 @@ func (c *machine[M]) suspectDelay(it *item[M]) time.Duration {
 	case it.lane != nil && it.lane.groups > 0 && it.lane.looks < maxLook && it.lane.witnesses() > 0:
 		top := min(c.policy.Retry.Base<<min(it.lane.groups, 10), lookDelay)
 		return top/2 + time.Duration(c.rand.Int64N(int64(top/2)+1))
-	case c.gate == nil: // nothing else makes the calls rarer
+	case c.beside != nil: // a parked message has no breaker that makes the calls rarer
 		return c.delay(it.tries)
 	}
 	return c.delay(it.attempts)

@@ -81,7 +81,7 @@ func Consume(ctx context.Context, g *guard.Guard, dialer Dialer, queue string, h
 		o.name = queue
 	}
 	c := &consumer{dialer: dialer, o: &o, g: g}
-	if err := errors.Join(o.ownLetters(), c.settings()); err != nil {
+	if err := errors.Join(o.ownLetters(dialer), c.settings()); err != nil {
 		return fmt.Errorf("amqp: consume %s: %w", o.name, err)
 	}
 	c.handle = func(ctx context.Context, d amqp091.Delivery) error {

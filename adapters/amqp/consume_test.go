@@ -858,13 +858,16 @@ func TestConsumeRefuses(t *testing.T) {
 // Dead letters that come back to their own queue would go round for ever.
 func TestOwnLettersAreRefused(t *testing.T) {
 	g := adaptertest.Guard(t, guard.Config{})
-	letters := &DLQ{cfg: DLQConfig{Queue: "orders"}}
-	err := Consume(t.Context(), g, Dial("amqp://127.0.0.1:1"), "orders", func(context.Context, amqp091.Delivery) error { return nil }, WithDeadLetters(letters))
+	at := Dial("amqp://127.0.0.1:1/prod")
+	letters := &DLQ{cfg: DLQConfig{Queue: "orders"}, dialer: at}
+	err := Consume(t.Context(), g, at, "orders", func(context.Context, amqp091.Delivery) error { return nil }, WithDeadLetters(letters))
 	if err == nil || !strings.Contains(err.Error(), `dead letters of "orders" would go to "orders" itself`) {
 		t.Error(err)
 	}
-	o := options{queue: "payments", letters: letters}
-	if err := o.ownLetters(); err != nil {
-		t.Error(err)
+	for _, o := range []options{{queue: "payments"}, {queue: "orders"}} {
+		o.letters = letters
+		if err := o.ownLetters(Dial("amqp://127.0.0.1:1/test")); err != nil {
+			t.Error(err)
+		}
 	}
 }

@@ -120,7 +120,7 @@ func guarded(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan
 	} else {
 		err = o.retryMax(&policy)
 	}
-	if err = errors.Join(o.ownLetters(), err); err != nil {
+	if err != nil {
 		return nil, fmt.Errorf("amqp: deliveries of %s: %w", o.name, err)
 	}
 	if err := checkNoStream(ctx, ch, o.queue); err != nil {

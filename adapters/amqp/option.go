@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"reflect"
+	"slices"
 	"strings"
 	"time"
 
@@ -187,9 +188,11 @@ func whole(v any) (int64, bool) {
 	}
 }
 
-// ownLetters refuses dead letters that would come back to the queue that they come from.
-func (o *options) ownLetters() error {
-	if d, ok := o.letters.(*DLQ); ok && d != nil && d.cfg.Queue == o.queue {
+// ownLetters refuses dead letters that would come back to the queue that they come from. A queue
+// of that name at other endpoints, or in another vhost, is another queue.
+func (o *options) ownLetters(from Dialer) error {
+	if d, ok := o.letters.(*DLQ); ok && d != nil && d.cfg.Queue == o.queue &&
+		slices.Equal(d.dialer.URLs, from.URLs) && d.dialer.Config.Vhost == from.Config.Vhost {
 		return fmt.Errorf("amqp: WithDeadLetters: dead letters of %q would go to %q itself", o.queue, o.queue)
 	}
 	return nil

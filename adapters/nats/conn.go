@@ -53,8 +53,8 @@ func warnOfConn(conn *nats.Conn, o *options, name string) {
 // message, but delivers it to nobody. A clean stop knows of such messages, a crash does not.
 func warnOfMaxDeliver(most int, o *options, stream, consumer, name string) {
 	if most > 0 {
-		o.log.Warn("crashes and restarts use up deliveries, too: after the last one a message stays in the stream, and nobody gets it", "source", name, "max_deliver", most,
-			"help", fmt.Sprintf("nats consumer edit %s %s --max-deliver=-1; the guard counts attempts itself", stream, consumer))
+		o.log.Warn("crashes and restarts use up deliveries, too: after the last one a message stays in the stream, and only a Mover brings it to the DLQ", "source", name, "max_deliver", most,
+			"help", fmt.Sprintf("run guardnats.NewMover, or: nats consumer edit %s %s --max-deliver=-1; the guard counts attempts itself", stream, consumer))
 	}
 }
 

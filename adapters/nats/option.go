@@ -40,8 +40,9 @@ func WithName(name string) Option { return func(o *options) { o.name = name } }
 func WithPolicy(p guard.Policy) Option { return func(o *options) { o.policy = &p } }
 
 // WithWindow overrides [guard.Policy.Window]: how many unsettled messages this process may
-// have. At least 1, at most MaxAckPending. The default is the policy's window, or 1024. [Consume]
-// takes at most about half of MaxAckPending, [WrapConsumer] all of it.
+// have. At least 1, at most MaxAckPending. The default is the policy's window, or 1024, or
+// MaxAckPending if that is less. With [Consume] half of it is for messages on their way, so the
+// console shows about half.
 //
 // One pull of up to half a window may come in addition. All these messages are kept alive,
 // and count in the consumer's MaxAckPending, which its instances share.
