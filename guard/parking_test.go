@@ -346,6 +346,41 @@ func TestProbesThatSayNothingLetParkedGoOn(t *testing.T) {
 	})
 }
 
+// Parked messages that have failed for long are handled within the longest delay after the
+// dependency is back, although nothing else succeeds.
+func TestIdleParkedMessagesAreHandledAfterAnOutage(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		const waiting = 31
+		g := Must(New(Config{Policy: Policy{Order: OrderKey, Workers: 4}}))
+		parent := Must(Open(g, SourceConfig{Name: "s", DeadLetters: &testWriter{}}, Limits{}, &testPort{keys: 40}, func(context.Context, int) error { return nil }))
+		var back atomic.Bool
+		again := Must(OpenParked(parent, "s/retry", Port[int](&testPort{keys: 40}), func(context.Context, int) error {
+			if back.Load() {
+				return nil
+			}
+			return Unavailable(errDown)
+		}))
+		fresh, parked := make(chan int), make(chan int)
+		var loops sync.WaitGroup
+		loops.Go(func() { _ = parent.Run(t.Context(), fresh) })
+		loops.Go(func() { _ = again.Run(t.Context(), parked) })
+		for m := range waiting {
+			parked <- m
+		}
+		time.Sleep(10 * time.Minute)
+		back.Store(true)
+		time.Sleep(10*time.Second + time.Millisecond) // Retry.Max
+		synctest.Wait()
+		if a := again.Account(); a.Acked != waiting {
+			t.Errorf("%+v", a)
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+		loops.Wait()
+	})
+}
+
 // Parked messages have no breaker. If nothing else comes, those that fail are called more and more
 // rarely, and still die soon after a proof of life.
 func TestIdleParkedMessagesAreCalledRarely(t *testing.T) {

@@ -54,9 +54,9 @@ func WithPolicy(p guard.Policy) Option { return func(o *options) { o.policy = &p
 
 // WithPrefetch is how many deliveries the broker leaves unsettled, from 1 to 65535; 0 is the
 // default. [Consume] sets it at the broker, and cuts a larger window to it. Its default is the
-// policy's window, or 256. For [Deliveries] it must be the number that the program has set with Channel.Qos; if unset, the
-// prefetch is not known. Deliveries refuses a larger window, and ends the result at more unsettled
-// deliveries.
+// policy's window, or 256. For [Deliveries] it must be the number that the program has set with
+// Channel.Qos; if unset, the prefetch is not known. Deliveries refuses a larger window, and ends
+// the result at more unsettled deliveries.
 //
 // Each break of the channel counts as a delivery of all prefetched messages, handled or not. Quorum
 // queues of RabbitMQ 4.0 and later have a delivery limit of 20 by default. If a consumer there

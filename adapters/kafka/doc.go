@@ -26,9 +26,8 @@
 //
 //   - A rebalance, eager or cooperative: the claim ends well within the rebalance timeout. Its
 //     held messages are dropped, handlers that still run after a second are cancelled, and its
-//     settled messages are marked.
-//     An open breaker stays open in this process. The partition's next owner must find out for
-//     itself.
+//     settled messages are marked. An open breaker stays open in this process. The partition's
+//     next owner must find out for itself.
 //   - A leader moves, or a broker restarts: sarama reads on. Messages that could not be committed
 //     are handled again.
 //   - A topic is deleted: its claims end when the group's leader has looked at the topics again

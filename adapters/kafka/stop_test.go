@@ -628,6 +628,47 @@ func TestClosedClaimOfACooperativeGroup(t *testing.T) {
 	}
 }
 
+// A handler has a second in a rebalance. It has none if the group has gone on without its member,
+// which refuses all commits.
+func TestAMemberThatTheGroupHasLeftBehind(t *testing.T) {
+	t.Parallel()
+	for cause, want := range map[error]time.Duration{
+		sarama.ErrRebalanceInProgress: time.Second,
+		sarama.ErrUnknownMemberId:     0, sarama.ErrIllegalGeneration: 0, sarama.ErrFencedInstancedId: 0,
+	} {
+		t.Run(cause.Error(), func(t *testing.T) {
+			t.Parallel()
+			synctest.Test(t, func(t *testing.T) {
+				running := make(chan struct{})
+				var over time.Time
+				cut := time.Duration(-1)
+				h := Wrap(adaptertest.Guard(t, guard.Config{}), func(ctx context.Context, _ *sarama.ConsumerMessage) error {
+					close(running)
+					<-ctx.Done()
+					cut = time.Since(over)
+					return ctx.Err()
+				}, WithConfig(testConfig()))
+				ctx, end := context.WithCancelCause(t.Context())
+				s := &fakeSession{ctx: ctx, parent: &fakeGroup{make(chan struct{})}}
+				if err := h.Setup(s); err != nil {
+					t.Fatal(err)
+				}
+				c := newFakeClaim()
+				var consuming sync.WaitGroup
+				consuming.Go(func() { _ = h.ConsumeClaim(s, c) })
+				c.publish(0, 1)
+				<-running
+				over = time.Now()
+				end(cause)
+				consuming.Wait()
+				if cut != want {
+					t.Errorf("the handler was cancelled after %s, want %s", cut, want)
+				}
+			})
+		})
+	}
+}
+
 // sarama's own sessions show that ConsumerGroup.Close was called.
 func TestCloseIsSeen(t *testing.T) {
 	t.Parallel()
