@@ -21,14 +21,9 @@ const (
 	positionBucket = "positions"
 	chunkBucket    = "chunks"
 
-	// pageSize is larger than bbolt's default: a sync of 16 KiB takes as long as one of 4
-	// KiB, and a quarter of the pages needs a quarter of the system calls.
-	pageSize = 16 << 10
-
-	// chunkTarget is the size in bytes at which a chunk is full. Four chunks fit into a
-	// page with room to spare. So only larger messages make bbolt copy several consecutive
-	// pages.
-	chunkTarget = 3 << 10
+	// pageSize is twice bbolt's default. Larger pages need fewer system calls for a large
+	// batch, and more bytes for a small one.
+	pageSize = 8 << 10
 
 	// growMin and growMax limit how much the file grows at once. New space is filled with
 	// zeros: the sync of a page that already has its place takes half as long, and later
@@ -54,6 +49,17 @@ const (
 
 // errNoRoom means that the disk, or the store's limit, has no space.
 var errNoRoom = errors.New("no room")
+
+// fillPercent is how full bbolt makes a page: new chunks mostly go to the end of a lane.
+const fillPercent = 95
+
+// chunkRoom is the number of bytes at which a chunk of lane name is full, with the messages'
+// entries in its table: three chunks fill a page. bbolt does not divide a node of up to four
+// chunks, so the last one of a lane may take two consecutive pages. If no two free ones are
+// consecutive, bbolt takes them at the end of the file.
+func chunkRoom(name string) int {
+	return pageSize*fillPercent/100/3 - 2*boltElement - keySize(name) - chunkOverhead(name)
+}
 
 type bolt struct {
 	db    *bbolt.DB
@@ -136,14 +142,6 @@ func guarded(f func() error) (err error) {
 		}
 	}()
 	return f()
-}
-
-func (b *bolt) size() int64 {
-	info, err := b.file.Stat()
-	if err != nil {
-		return 0
-	}
-	return info.Size()
 }
 
 func (b *bolt) lanes() int {
@@ -232,19 +230,23 @@ func (b *bolt) begin() (*bbolt.Tx, error) {
 
 func (b *bolt) apply(tx *bbolt.Tx, t *transaction) error {
 	positions, chunks := tx.Bucket([]byte(positionBucket)), tx.Bucket([]byte(chunkBucket))
-	chunks.FillPercent = 0.95 // new chunks mostly go to the end of a lane
+	chunks.FillPercent = fillPercent / 100.0
+	var key []byte // Put copies it
 	for _, c := range t.chunks {
-		if err := chunks.Put(newKey(c.name, c.seq), c.data); err != nil {
+		key = appendKey(key[:0], c.name, c.seq)
+		if err := chunks.Put(key, c.data); err != nil {
 			return err
 		}
 	}
 	t.freed = make([]int64, len(t.positions))
 	for i, p := range t.positions {
-		freed, err := drop(chunks, p)
-		if err != nil {
-			return err
+		if p.moved {
+			freed, err := drop(chunks, p)
+			if err != nil {
+				return err
+			}
+			t.freed[i] = freed
 		}
-		t.freed[i] = freed
 		if err := positions.Put([]byte(p.name), newPosition(p)); err != nil {
 			return err
 		}
@@ -290,7 +292,7 @@ func (b *bolt) makeRoom(t *transaction) error {
 	need := int64(reservePages + 8 + lanePages*len(t.positions))
 	small, row := int64(0), false
 	for _, c := range t.chunks {
-		if size := int64(len(c.data) + keySize(c.name) + boltElement); size <= b.page/4 {
+		if size := int64(len(c.data) + keySize(c.name) + boltElement); size <= b.page/3 {
 			small += size
 		} else {
 			need += 5*size/b.page + 2 // bbolt copies up to four neighbours of one leaf
@@ -360,7 +362,7 @@ func buildBolt(path string, positions []position, next func() (*newChunk, error)
 	for more := true; err == nil && more; {
 		err = db.Update(func(tx *bbolt.Tx) error {
 			b := tx.Bucket([]byte(chunkBucket))
-			b.FillPercent = 0.95
+			b.FillPercent = fillPercent / 100.0
 			for size := 0; size < growMax; {
 				c, err := next()
 				if more = c != nil && err == nil; !more {

@@ -162,6 +162,7 @@ type position struct {
 	name       string
 	head, tail uint64
 	commit     uint64
+	moved      bool // the head was elsewhere when it was last written; not stored
 }
 
 func newPosition(p position) []byte {
@@ -207,7 +208,11 @@ func parsePosition(b []byte) (p position, size int, err error) {
 func keySize(name string) int { return 1 + len(name) + 8 }
 
 func newKey(name string, seq uint64) []byte {
-	dst := append(make([]byte, 0, keySize(name)), byte(len(name)))
+	return appendKey(make([]byte, 0, keySize(name)), name, seq)
+}
+
+func appendKey(dst []byte, name string, seq uint64) []byte {
+	dst = append(dst, byte(len(name)))
 	dst = append(dst, name...)
 	return binary.BigEndian.AppendUint64(dst, seq)
 }

@@ -50,31 +50,31 @@ type core struct {
 	wake    chan struct{} // capacity 1: tells the writer to look again
 	stopped chan struct{} // closed when the writer has ended
 
-	mu       sync.Mutex
-	state    State
-	err      error    // the reason if state is not Ready
-	untold   []change // changes of state that onState must still get, oldest first
-	telling  bool     // a goroutine is calling onState
-	lanes    map[string]*lane
-	idle     int   // number of lanes that hold nothing
-	count    int   // messages held or in a batch, and committed ones until the next checkpoint
-	bytes    int64 // cost of all chunks
-	open     *batch
-	writing  *batch
-	dirty    []*lane // lanes with unsynced commits
-	drained  int     // messages committed since the last checkpoint
-	since    time.Time
-	flushes  []*flush
-	retryAt  time.Time
-	stuck    bool // not even positions found space; until retryAt
-	hungry   bool // a call found no room while commits were unsynced
-	closing  bool
-	queue    []*waiter // Puts that wait for room, oldest first
-	blocked  uint64
-	refused  uint64
-	damaged  uint64
-	writes   uint64
-	fileSize int64
+	mu      sync.Mutex
+	state   State
+	err     error    // the reason if state is not Ready
+	untold  []change // changes of state that onState must still get, oldest first
+	telling bool     // a goroutine is calling onState
+	lanes   map[string]*lane
+	idle    int   // number of lanes that hold nothing
+	count   int   // messages held or in a batch, and committed ones until the next checkpoint
+	bytes   int64 // cost of all chunks
+	open    *batch
+	writing *batch
+	dirty   []*lane // lanes with unsynced commits
+	drained int     // messages committed since the last checkpoint
+	since   time.Time
+	flushes []*flush
+	retryAt time.Time
+	stuck   bool // not even positions found space; until retryAt
+	hungry  bool // a call found no room while commits were unsynced
+	closing bool
+	queue   []*waiter // Puts that wait for room, oldest first
+	blocked uint64
+	refused uint64
+	damaged uint64
+	writes  uint64
+	spare   []byte // buffer for the messages of a parcel, or nil
 
 	busy bool // a goroutine is the writer now
 
@@ -234,7 +234,7 @@ func (c *core) place(r request, w *waiter) (n int, b *batch, why full, err error
 			}
 		}
 		if p == nil {
-			p = &parcel{lane: l, lens: make([]uint32, 0, len(r.lens)), data: make([]byte, 0, len(r.data))}
+			p = &parcel{lane: l, lens: make([]uint32, 0, len(r.lens)), data: c.takeSpareLocked(len(r.data))}
 			b.of[l] = p
 			b.parcels = append(b.parcels, p)
 		}
@@ -281,6 +281,26 @@ func (c *core) place(r request, w *waiter) (n int, b *batch, why full, err error
 	return n, b, why, err
 }
 
+// takeSpareLocked returns an empty buffer for n bytes: the one of an earlier parcel if it suits.
+func (c *core) takeSpareLocked(n int) []byte {
+	b := c.spare
+	if cap(b) < n {
+		return make([]byte, 0, n)
+	}
+	c.spare = nil
+	return b[:0]
+}
+
+// keepSpareLocked keeps the buffer of a batch that is written.
+func (c *core) keepSpareLocked(b *batch) {
+	for _, p := range b.parcels {
+		if n := cap(p.data); n > cap(c.spare) && int64(n) <= 2*c.cfg.BatchBytes {
+			c.spare = p.data
+		}
+		p.data = nil
+	}
+}
+
 // firstLocked reports whether no waiting Put comes before w on lane l. A Put that waits for
 // its lane's share only blocks its own lane.
 func (c *core) firstLocked(l *lane, w *waiter) bool {
@@ -297,7 +317,7 @@ func (c *core) firstLocked(l *lane, w *waiter) bool {
 
 // fresh reports whether the next message begins a new chunk.
 func (p *parcel) fresh(size int) bool {
-	return len(p.chunks) == 0 || p.last+size+recordCost > chunkTarget
+	return len(p.chunks) == 0 || p.last+size+recordCost > chunkRoom(p.lane.name)
 }
 
 // costOf returns the maximum cost of messages.

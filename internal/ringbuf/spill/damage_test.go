@@ -68,7 +68,6 @@ type chunkList map[string][]stored
 
 func (c chunkList) write(*transaction) error { return errors.New("read only") }
 func (c chunkList) lanes() int               { return 1 }
-func (c chunkList) size() int64              { return 0 }
 func (c chunkList) close() error             { return nil }
 
 func (c chunkList) read(dst []stored, lane string, seq uint64, limit int) ([]stored, error) {

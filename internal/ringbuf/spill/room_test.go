@@ -5,11 +5,15 @@ package spill
 
 import (
 	"errors"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/ringbuf"
 )
 
 // Large messages are written to pages in a row, and bbolt takes those where it finds them:
@@ -54,6 +58,56 @@ func TestEmptySpillHasRoom(t *testing.T) {
 				flushed(t, s)
 			}
 		})
+	}
+}
+
+// A spill that is almost full and goes on for long, with a mixture of lanes and sizes, finds the
+// room of what was drained again: its file does not grow with what passes through it.
+func TestFileDoesNotGrowForEver(t *testing.T) {
+	const held, passes = 8 << 20, 15
+	dir := fastTemp(t)
+	s := open(t, Config{Dir: dir, MaxBytes: held})
+	r := rand.New(rand.NewPCG(1, 2))
+	lanes, sizes := 7, [...]int{200, 600, 1100, 2300, 2600, 5000}
+	for bytes := 0; bytes < passes*held; {
+		lane := r.IntN(lanes)
+		l := s.Lane(strconv.Itoa(lane))
+		vs := make([]string, 1+r.IntN(40))
+		for i := range vs {
+			vs[i] = strings.Repeat("x", 1+r.IntN(sizes[r.IntN(len(sizes))]))
+		}
+		n, err := l.TryPut(vs...)
+		for _, v := range vs[:n] {
+			bytes += len(v)
+		}
+		if err != nil && !errors.Is(err, ringbuf.ErrFull) {
+			t.Fatalf("after %d bytes: %v", bytes, err)
+		}
+		if st := s.Stats(); st.Bytes > held*9/10 || err != nil {
+			drained := 0
+			for i := range lanes {
+				lease, err := s.Lane(strconv.Itoa((lane + i) % lanes)).TryLease(make([]string, 30))
+				if err == nil {
+					err = lease.Commit(lease.Len())
+				}
+				if err != nil && !errors.Is(err, ringbuf.ErrEmpty) {
+					t.Fatal(err)
+				}
+				drained += lease.Len()
+			}
+			flushed(t, s)
+			if st := s.Stats(); drained == 0 {
+				t.Fatalf("nothing is held, and %d bytes are counted", st.Bytes)
+			}
+		}
+	}
+	info, err := os.Stat(filepath.Join(dir, fileName))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("file of %d MiB for %d", info.Size()>>20, held>>20)
+	if info.Size() > 2*held+growMax {
+		t.Errorf("the file has %d bytes, want at most %d", info.Size(), 2*held+growMax)
 	}
 }
 

@@ -96,7 +96,6 @@ func newCore(cfg Config, s store, opts []Option) *core {
 		wake:      make(chan struct{}, 1),
 		stopped:   make(chan struct{}),
 		lanes:     map[string]*lane{},
-		fileSize:  s.size(),
 	}
 	for _, o := range opts {
 		o.apply(c)
@@ -158,19 +157,18 @@ func (s *Spill[T]) Lanes() iter.Seq[*Lane[T]] {
 
 // Stats is the content of a [Spill] at one instant, and its counters since Open.
 type Stats struct {
-	State    State
-	Err      error  // the reason if State is NoSpace or Failed
-	Count    int    // held messages: confirmed and not committed
-	Pending  int    // messages of unconfirmed Puts
-	Drained  int    // committed messages that a crash now would bring back
-	Bytes    int64  // bytes that count for Config.MaxBytes
-	FileSize int64  // bytes of the file; only an Open that finds it empty makes it shorter
-	Lanes    int    // lanes that hold messages
-	Waiting  int    // Puts that wait for room now
-	Blocked  uint64 // Puts that had to wait for room
-	Refused  uint64 // calls that ended with ringbuf.ErrFull or ringbuf.ErrTooLarge
-	Damaged  uint64 // messages that a Lease found damaged
-	Writes   uint64 // transactions, each of which syncs twice
+	State   State
+	Err     error  // the reason if State is NoSpace or Failed
+	Count   int    // held messages: confirmed and not committed
+	Pending int    // messages of unconfirmed Puts
+	Drained int    // committed messages that a crash now would bring back
+	Bytes   int64  // bytes that count for Config.MaxBytes
+	Lanes   int    // lanes that hold messages
+	Waiting int    // Puts that wait for room now
+	Blocked uint64 // Puts that had to wait for room
+	Refused uint64 // calls that ended with ringbuf.ErrFull or ringbuf.ErrTooLarge
+	Damaged uint64 // messages that a Lease found damaged
+	Writes  uint64 // transactions, each of which syncs twice
 }
 
 // Stats returns the statistics. It walks all lanes under the Spill's lock.
@@ -179,7 +177,7 @@ func (s *Spill[T]) Stats() Stats {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	st := Stats{
-		State: c.state, Err: c.err, Drained: c.drained, Bytes: c.bytes, FileSize: c.fileSize,
+		State: c.state, Err: c.err, Drained: c.drained, Bytes: c.bytes,
 		Waiting: len(c.queue), Blocked: c.blocked, Refused: c.refused, Damaged: c.damaged, Writes: c.writes,
 	}
 	for _, l := range c.lanes {

@@ -19,9 +19,6 @@ type store interface {
 	// lanes returns how many positions a transaction without chunks may have now.
 	lanes() int
 
-	// size returns the length of the file.
-	size() int64
-
 	// close closes the file. It writes nothing.
 	close() error
 }

@@ -6,6 +6,7 @@ package spill
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/internal/ringbuf"
@@ -224,6 +225,7 @@ func (c *core) do(j *job) {
 			if p := j.batch.of[l]; p != nil {
 				tails[i] += uint64(p.count)
 				seq, lens, data := l.tail, p.lens, p.data
+				t.chunks = slices.Grow(t.chunks, len(p.chunks))
 				for _, n := range p.chunks {
 					size := 0
 					for _, k := range lens[:n] {
@@ -236,7 +238,7 @@ func (c *core) do(j *job) {
 				}
 			}
 		}
-		t.positions = append(t.positions, position{name: l.name, head: j.heads[i], tail: tails[i], commit: c.commit})
+		t.positions = append(t.positions, position{name: l.name, head: j.heads[i], tail: tails[i], commit: c.commit, moved: j.heads[i] > l.synced})
 	}
 	for _, l := range j.forget {
 		t.forget = append(t.forget, l.name)
@@ -246,13 +248,14 @@ func (c *core) do(j *job) {
 }
 
 func (c *core) finish(j *job, t *transaction, tails []uint64, err error) {
-	size := c.store.size()
 	var failed []*batch
 	c.mu.Lock()
 	c.writing, c.busy = nil, false
-	c.fileSize = size
 	for _, l := range j.lanes {
 		l.going = false
+	}
+	if j.batch != nil {
+		c.keepSpareLocked(j.batch)
 	}
 	switch {
 	case err == nil:
