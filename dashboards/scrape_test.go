@@ -9,12 +9,15 @@ import (
 	"errors"
 	"io"
 	"net/http"
+	"net/http/httptest"
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	prom "github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+	"go.opentelemetry.io/otel/exporters/otlp/otlpmetric/otlpmetrichttp"
 	"go.opentelemetry.io/otel/exporters/prometheus"
 	sdkmetric "go.opentelemetry.io/otel/sdk/metric"
 	sdktrace "go.opentelemetry.io/otel/sdk/trace"
@@ -35,33 +38,16 @@ func (idle) Return([]int, guard.Reason) error { return nil }
 func (idle) Demand(int)                       {}
 func (idle) Flush() error                     { return nil }
 
-// What a scrape of a process with 1,000 sources takes: 20 topics of 50 partitions.
+// What a scrape of a process with 1,000 sources takes.
 //
-//	go test -run '^$' -bench Scrape
+//	go test -run '^$' -bench 1000
 func BenchmarkScrape1000(b *testing.B) {
 	registry := prom.NewRegistry()
 	exporter, err := prometheus.New(prometheus.WithRegisterer(registry), prometheus.WithoutScopeInfo())
 	if err != nil {
 		b.Fatal(err)
 	}
-	g, err := guard.New(guard.Config{Group: "billing"}, guard.WithMeterProvider(sdkmetric.NewMeterProvider(sdkmetric.WithReader(exporter), sdkmetric.WithCardinalityLimit(0))))
-	if err != nil {
-		b.Fatal(err)
-	}
-	defer func() {
-		if _, err := g.Close(context.Background()); err != nil {
-			b.Error(err)
-		}
-	}()
-	for i := range 1000 {
-		topic, partition := "topic-"+strconv.Itoa(i/50), strconv.Itoa(i%50)
-		_, err := guard.Open(g, guard.SourceConfig{
-			Name: topic + "/" + partition, System: "kafka", Destination: topic, Partition: partition, DeadLetters: nowhere{},
-		}, guard.Limits{}, idle{}, func(context.Context, int) error { return nil })
-		if err != nil {
-			b.Fatal(err)
-		}
-	}
+	thousand(b, exporter)
 	handler := promhttp.HandlerFor(registry, promhttp.HandlerOpts{})
 	w := &answer{header: http.Header{}}
 	for b.Loop() {
@@ -80,6 +66,54 @@ func BenchmarkScrape1000(b *testing.B) {
 	b.ReportMetric(float64(series), "series")
 	b.ReportMetric(float64(w.Len()), "bytes")
 	b.ReportMetric(float64(b.Elapsed().Milliseconds())/float64(b.N), "ms/scrape")
+}
+
+// What it takes to push the same to Prometheus's OTLP receiver.
+func BenchmarkPush1000(b *testing.B) {
+	var size int64
+	server := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		size, _ = io.Copy(io.Discard, r.Body)
+	}))
+	b.Cleanup(server.Close)
+	exporter, err := otlpmetrichttp.New(b.Context(), otlpmetrichttp.WithEndpointURL(server.URL+"/v1/metrics"))
+	if err != nil {
+		b.Fatal(err)
+	}
+	provider := thousand(b, sdkmetric.NewPeriodicReader(exporter, sdkmetric.WithInterval(time.Hour)))
+	for b.Loop() {
+		if err := provider.ForceFlush(b.Context()); err != nil {
+			b.Fatal(err)
+		}
+	}
+	b.ReportMetric(float64(size), "bytes")
+	b.ReportMetric(float64(b.Elapsed().Milliseconds())/float64(b.N), "ms/push")
+}
+
+// thousand opens 1,000 sources whose metrics go to reader: 20 topics of 50 partitions.
+func thousand(b *testing.B, reader sdkmetric.Reader) *sdkmetric.MeterProvider {
+	provider := sdkmetric.NewMeterProvider(sdkmetric.WithReader(reader), sdkmetric.WithCardinalityLimit(0))
+	g, err := guard.New(guard.Config{Group: "billing"}, guard.WithMeterProvider(provider))
+	if err != nil {
+		b.Fatal(err)
+	}
+	b.Cleanup(func() {
+		if _, err := g.Close(context.Background()); err != nil {
+			b.Error(err)
+		}
+		if err := provider.Shutdown(context.Background()); err != nil {
+			b.Error(err)
+		}
+	})
+	for i := range 1000 {
+		topic, partition := "topic-"+strconv.Itoa(i/50), strconv.Itoa(i%50)
+		_, err := guard.Open(g, guard.SourceConfig{
+			Name: topic + "/" + partition, System: "kafka", Destination: topic, Partition: partition, DeadLetters: nowhere{},
+		}, guard.Limits{}, idle{}, func(context.Context, int) error { return nil })
+		if err != nil {
+			b.Fatal(err)
+		}
+	}
+	return provider
 }
 
 // A failure that is scraped leads to the trace of its call.

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -52,6 +53,29 @@ func TestMarksOfASlowHandler(t *testing.T) {
 				running.Wait()
 			})
 		})
+	}
+}
+
+// What a killed process would handle again is little, however many messages it handles between two
+// commits of sarama's own.
+func TestCommitsAfterMessages(t *testing.T) {
+	t.Parallel()
+	const n = 4 * mostMarked
+	r := newRig(t, 1)
+	rare := testConfig()
+	rare.Consumer.Offsets.AutoCommit.Interval = time.Hour
+	var handled atomic.Int64
+	m := r.join(rare, Wrap(adaptertest.Guard(t, guard.Config{}), func(context.Context, *sarama.ConsumerMessage) error {
+		handled.Add(1)
+		return nil
+	}))
+	r.publish(0, n, func(int) int32 { return 0 }, strconv.Itoa)
+	adaptertest.Eventually(t, "all handled", func() bool { return handled.Load() == n })
+	// 64 acks are marked at a time.
+	adaptertest.Eventually(t, "most is committed", func() bool { return r.pending() <= mostMarked+64 })
+	m.stop()
+	if p := r.pending(); p != 0 {
+		t.Errorf("%d messages are not committed", p)
 	}
 }
 

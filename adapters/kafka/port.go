@@ -48,6 +48,7 @@ type claim struct {
 	marking sync.Mutex // held while a mark or a reset goes to the session: one at a time
 	marked  bool       // the session got a mark of settled messages or a reset; under marking
 	begun   int64      // the beginning that the session was told; -1 for none; under marking
+	asking  int64      // the mark when a commit was last asked for; under marking
 }
 
 var (
@@ -155,9 +156,13 @@ func (c *claim) Flush() error {
 
 var errNotCommitted = errors.New("kafka: what is marked is not committed")
 
-// mark marks up to the low watermark. sarama commits the mark, each second by default. Soon after
-// messages were spilled, mark asks for a commit at once: messages that are read again after a
-// crash would be spilled again.
+// mostMarked is how many marked messages of a partition wait for sarama's next commit. A process
+// that is killed handles them again: no more than it may have at once, with the default window.
+const mostMarked = 512
+
+// mark marks up to the low watermark. sarama commits the mark, each second by default. mark asks
+// for a commit at once after mostMarked messages, and soon after messages were spilled: messages
+// that are read again after a crash would be spilled again.
 func (c *claim) mark() {
 	c.marking.Lock()
 	offset, meta, settled := c.marks.Take()
@@ -174,9 +179,17 @@ func (c *claim) mark() {
 		}
 		c.marked = settled
 		c.session.MarkOffset(c.topic, c.partition, offset, meta)
+		if c.asking == 0 { // the first mark
+			c.asking = offset
+		}
+	}
+	at := c.spilledAt.Load()
+	due = due && (offset-c.asking >= mostMarked || at > 0 && time.Since(time.Unix(0, at)) < spillCommits)
+	if due {
+		c.asking = offset
 	}
 	c.marking.Unlock()
-	if at := c.spilledAt.Load(); due && at > 0 && time.Since(time.Unix(0, at)) < spillCommits {
+	if due {
 		c.commitSoon()
 	}
 }
@@ -207,7 +220,7 @@ func (c *claim) rewind(offset int64, metadata string) {
 	c.marking.Lock()
 	defer c.marking.Unlock()
 	c.marks.Rewound()
-	c.marked = true
+	c.marked, c.asking = true, offset
 	c.session.ResetOffset(c.topic, c.partition, offset, metadata)
 }
 

@@ -80,6 +80,10 @@ func (c *claim) Unspill(head, body []byte) (*sarama.ConsumerMessage, error) {
 // spillCommits is how long after the latest spilled message marks are committed at once.
 const spillCommits = 5 * time.Second
 
+// commitPause is the shortest time between two commits of commitSoon. Without a pause they cost a
+// fast consumer 4% of its throughput.
+const commitPause = 50 * time.Millisecond
+
 // commitSoon commits the marks on its own goroutine: one request at a time, and one more for
 // marks that came meanwhile. With AutoCommit off the program commits, and commitSoon does
 // nothing.
@@ -87,10 +91,14 @@ func (ss *session) commitSoon() {
 	if !ss.set.config.Consumer.Offsets.AutoCommit.Enable || ss.commits.Add(1) > 1 {
 		return
 	}
-	go func() { // ends with sarama's last request
+	go func() { // ends a pause after sarama's last request, or with the session
 		for {
 			asked := ss.commits.Load()
 			ss.native.Commit()
+			select {
+			case <-time.After(commitPause):
+			case <-ss.native.Context().Done():
+			}
 			if ss.commits.CompareAndSwap(asked, 0) {
 				return
 			}
