@@ -62,6 +62,13 @@ type Target struct {
 // their delivery limit.
 const manyPrefetched = 100
 
+// enoughDeliveries is the delivery limit that an inspection advises.
+const enoughDeliveries = 1000
+
+func (x *inspector) raiseLimit(q *queueInfo) string {
+	return x.change(q, fmt.Sprintf("\"delivery-limit\":%d", enoughDeliveries), "delivery-limit")
+}
+
 // Inspect reads the arguments and the effective policy of a queue, and of its dead-letter queue,
 // from the management API. It returns the settings that would lose messages or cut a hold short,
 // worst first. It changes nothing. An error means that it could not look; [ErrQueueGone] means that
@@ -366,9 +373,9 @@ func (x *inspector) limits(ctx context.Context, q *queueInfo) error {
 			"guardamqp.NewDLQ and guardamqp.WithDeadLetters in the program, and its queue here: Target.DLQ, or --dlq")
 	default:
 	}
-	if limited && x.in.Prefetch >= manyPrefetched {
+	if limited && limit < enoughDeliveries && x.in.Prefetch >= manyPrefetched {
 		x.add(guard.Warning, q, fmt.Sprintf("a consumer that crashes %d times brings all %d prefetched messages to its delivery limit, although no handler saw them", limit+1, x.in.Prefetch),
-			fmt.Sprintf("a smaller prefetch, such as guardamqp.WithPrefetch(%d), or a higher limit: %s", manyPrefetched/5, x.change(q, "\"delivery-limit\":1000", "delivery-limit")+", and guardamqp.WithDeliveryLimit(1000)"))
+			fmt.Sprintf("a smaller prefetch, such as guardamqp.WithPrefetch(%d), or a higher limit: %s", manyPrefetched/5, x.raiseLimit(q)+fmt.Sprintf(", and guardamqp.WithDeliveryLimit(%d)", enoughDeliveries)))
 	}
 	return nil
 }
@@ -444,8 +451,8 @@ func (x *inspector) deadLetters(ctx context.Context) error {
 	if q.Type != amqp091.QueueTypeStream {
 		x.overflow(q)
 	}
-	if _, limited := x.deliveryLimit(q); limited && q.text("dead-letter-exchange") == "" {
-		x.add(guard.Notice, q, "a consumer of dead letters that crashes over and over makes the broker drop them at the delivery limit", x.change(q, "\"delivery-limit\":1000", "delivery-limit"))
+	if limit, limited := x.deliveryLimit(q); limited && limit < enoughDeliveries && q.text("dead-letter-exchange") == "" {
+		x.add(guard.Notice, q, "a consumer of dead letters that crashes over and over makes the broker drop them at the delivery limit", x.raiseLimit(q))
 	}
 	return nil
 }

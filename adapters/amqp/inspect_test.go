@@ -178,6 +178,7 @@ func TestArgumentAndPolicy(t *testing.T) {
 		"a negative argument of 3.10": {3, Quorum, table{"x-delivery-limit": -1.0}, nil, []string{"its delivery limit is 0 and", "crashes 1 times"}, "a smaller prefetch"},
 		"the policy's limit is lower": {4, Quorum, table{"x-delivery-limit": 20.0}, table{"delivery-limit": 7.0}, []string{"its delivery limit is 7 and", "crashes 8 times"}, "a smaller prefetch"},
 		"the default":                 {4, Quorum, nil, nil, []string{"its delivery limit is 20 and", "crashes 21 times"}, "a smaller prefetch, such as guardamqp.WithPrefetch(20), or a higher limit: rabbitmqctl"},
+		"as high as advised":          {4, Quorum, table{"x-delivery-limit": 1000.0}, nil, []string{"its delivery limit is 1000 and"}, ""},
 		"none before 4.0":             {3, Quorum, nil, nil, nil, ""},
 
 		"overflow by policy":          {3, Quorum, table{"x-max-length": 9.0, "x-overflow": "reject-publish"}, table{"overflow": "drop-head"}, []string{"drops its oldest"}, "rabbitmqctl"},

@@ -33,9 +33,10 @@
 //   - A topic is deleted: its claims end when the group's leader has looked at the topics again
 //     (Metadata.RefreshFrequency, 10min). sarama's Consume returns an error until the topic is
 //     back.
-//   - The process is killed: messages handled since the last commit are handled again. There is
-//     one each second (Consumer.Offsets.AutoCommit.Interval), and after 512 messages of a
-//     partition. So are messages handled behind a waiting one, a window at most.
+//   - The process is killed: messages handled since the last commit are handled again, and those
+//     handled behind a waiting one, a window at most. sarama commits each second
+//     (Consumer.Offsets.AutoCommit.Interval), and this adapter after 512 messages of a partition,
+//     ten times in that interval at most.
 //
 // # Retry topics
 //

@@ -83,7 +83,7 @@ func TestCommitsAfterMessages(t *testing.T) {
 func TestResetBesideMarks(t *testing.T) {
 	t.Parallel()
 	s := &resettable{begun: make(chan struct{}), reset: make(chan struct{})}
-	c := &claim{topic: "orders", session: s, marks: offsets.New()}
+	c := &claim{topic: "orders", session: s, marks: offsets.New(), commitSoon: func() {}}
 	c.marks.Settle(7, "")
 	var marking sync.WaitGroup
 	marking.Go(func() { _ = c.Flush() })
@@ -253,7 +253,7 @@ func TestNewestKeepsWhatIsHeld(t *testing.T) {
 // them then.
 func TestBeginningIsTheFirstMessage(t *testing.T) {
 	t.Parallel()
-	c := &claim{topic: "t", initial: sarama.OffsetNewest, start: 7, begun: -1, marks: offsets.New(), session: &markSession{}}
+	c := &claim{topic: "t", initial: sarama.OffsetNewest, start: 7, begun: -1, marks: offsets.New(), commitSoon: func() {}, session: &markSession{}}
 	s := c.session.(*markSession)
 	for _, step := range []struct {
 		do   func()
@@ -273,7 +273,7 @@ func TestBeginningIsTheFirstMessage(t *testing.T) {
 			t.Errorf("committed is %d, want %d", s.offset, step.want)
 		}
 	}
-	c = &claim{topic: "t", initial: sarama.OffsetOldest, start: -1, begun: -1, marks: offsets.New(), session: &markSession{offset: 50}}
+	c = &claim{topic: "t", initial: sarama.OffsetOldest, start: -1, begun: -1, marks: offsets.New(), commitSoon: func() {}, session: &markSession{offset: 50}}
 	s = c.session.(*markSession)
 	if c.mark(); s.calls != 0 {
 		t.Error("a claim of the log's beginning is marked before that is known")
@@ -282,7 +282,7 @@ func TestBeginningIsTheFirstMessage(t *testing.T) {
 	if c.mark(); s.offset != 3 {
 		t.Errorf("committed is %d, beyond the log, and 3 is held", s.offset)
 	}
-	c = &claim{topic: "t", initial: 7, start: -1, begun: -1, marks: offsets.New(), session: &markSession{offset: 7}}
+	c = &claim{topic: "t", initial: 7, start: -1, begun: -1, marks: offsets.New(), commitSoon: func() {}, session: &markSession{offset: 7}}
 	s = c.session.(*markSession)
 	c.marks.Deliver(7)
 	if c.mark(); s.calls != 0 {

@@ -48,7 +48,7 @@ type claim struct {
 	marking sync.Mutex // held while a mark or a reset goes to the session: one at a time
 	marked  bool       // the session got a mark of settled messages or a reset; under marking
 	begun   int64      // the beginning that the session was told; -1 for none; under marking
-	asking  int64      // the mark when a commit was last asked for; under marking
+	due     int64      // mark of settled messages at which a commit is asked for; under marking
 }
 
 var (
@@ -67,7 +67,7 @@ func newClaim(s *session, c sarama.ConsumerGroupClaim) *claim {
 		key: s.h.opts.key, seed: seed, native: c, session: s.native, commitSoon: s.commitSoon, marks: offsets.New(), asked: askedPausesOf(c),
 	}
 	p.end.Store(-1)
-	p.start, p.begun = -1, -1
+	p.start, p.begun, p.due = -1, -1, max(0, p.initial)+mostMarked
 	if end := c.HighWaterMarkOffset(); p.initial == sarama.OffsetNewest || p.initial == sarama.OffsetOldest && end == 0 {
 		p.start = end
 	}
@@ -156,21 +156,20 @@ func (c *claim) Flush() error {
 
 var errNotCommitted = errors.New("kafka: what is marked is not committed")
 
-// mostMarked is how many marked messages of a partition wait for sarama's next commit. A process
-// that is killed handles them again: no more than it may have at once, with the default window.
+// mostMarked is after how many offsets mark asks for a commit.
 const mostMarked = 512
 
 // mark marks up to the low watermark. sarama commits the mark, each second by default. mark asks
-// for a commit at once after mostMarked messages, and soon after messages were spilled: messages
-// that are read again after a crash would be spilled again.
+// for a commit soon after mostMarked offsets, since a process that is killed handles again what is
+// not committed, and after messages were spilled, since they would be spilled again.
 func (c *claim) mark() {
 	c.marking.Lock()
 	offset, meta, settled := c.marks.Take()
-	due := settled
-	if !due && !c.marked {
-		offset, due = c.beginningLocked()
+	fresh := settled
+	if !fresh && !c.marked {
+		offset, fresh = c.beginningLocked()
 	}
-	if due {
+	if fresh {
 		if c.initial < 0 && !c.marked {
 			// A mark can only raise the committed offset. If the topic was made again, that
 			// offset may be beyond the log's end. It would stay until the log is as long, and
@@ -179,17 +178,14 @@ func (c *claim) mark() {
 		}
 		c.marked = settled
 		c.session.MarkOffset(c.topic, c.partition, offset, meta)
-		if c.asking == 0 { // the first mark
-			c.asking = offset
-		}
 	}
 	at := c.spilledAt.Load()
-	due = due && (offset-c.asking >= mostMarked || at > 0 && time.Since(time.Unix(0, at)) < spillCommits)
-	if due {
-		c.asking = offset
+	soon := settled && offset >= c.due || fresh && at > 0 && time.Since(time.Unix(0, at)) < spillCommits
+	if soon || fresh && !settled {
+		c.due = offset + mostMarked
 	}
 	c.marking.Unlock()
-	if due {
+	if soon {
 		c.commitSoon()
 	}
 }
@@ -220,7 +216,7 @@ func (c *claim) rewind(offset int64, metadata string) {
 	c.marking.Lock()
 	defer c.marking.Unlock()
 	c.marks.Rewound()
-	c.marked, c.asking = true, offset
+	c.marked, c.due = true, offset+mostMarked
 	c.session.ResetOffset(c.topic, c.partition, offset, metadata)
 }
 

@@ -21,8 +21,8 @@ import (
 // session is one session of a consumer group. A wrapped handler uses it as its session.
 //
 // Goroutines: the watch, from Setup to Cleanup, which ends with its current request; two for each
-// [left]; one while commitSoon commits; one while sayLost asks. Lock order: session.mu, then a
-// claim's.
+// [left]; one while commitSoon commits or pauses; one while sayLost asks. Lock order: session.mu,
+// then a claim's.
 type session struct {
 	h      *handler
 	native sarama.ConsumerGroupSession

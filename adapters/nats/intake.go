@@ -67,6 +67,7 @@ type intake struct {
 	conn     *nats.Conn    // connection of the consumer; nil if unknown
 	most     int           // the consumer's MaxRequestMaxBytes; 0 for none
 	lagEvery time.Duration // time between two requests for the lag, while there is no room
+	away     bool          // the connection was away at run's last look
 
 	mu       sync.Mutex
 	stash    []jetstream.Msg // messages from the server that are not yet in the feed; oldest first
@@ -246,7 +247,7 @@ func (in *intake) awaitRoom(ctx context.Context) bool {
 // askLag asks the server how many messages are behind. Without an answer the previous one
 // stays.
 func (in *intake) askLag(ctx context.Context) {
-	if in.conn != nil && !in.conn.IsConnected() {
+	if in.sayAway() {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, lagTimeout)
@@ -293,8 +294,12 @@ func (in *intake) once(ctx context.Context) error {
 		return in.pause(ctx, err)
 	}
 	closed := cc.Closed()
+	look := time.NewTicker(awayPoll)
+	defer look.Stop()
 	for {
 		select {
+		case <-look.C:
+			in.sayAway()
 		case <-in.drain:
 			in.finish(cc, closed)
 			return nil
@@ -341,7 +346,7 @@ func (in *intake) connected(ctx context.Context) error {
 	}
 	look := time.NewTicker(connectedPoll)
 	defer look.Stop()
-	for !in.conn.IsConnected() {
+	for in.sayAway() {
 		if in.conn.IsClosed() || in.conn.IsDraining() {
 			return fmt.Errorf("%w: consumer %s", ErrConnectionClosed, in.name)
 		}
@@ -354,7 +359,27 @@ func (in *intake) connected(ctx context.Context) error {
 	return nil
 }
 
-const connectedPoll = 50 * time.Millisecond
+// sayAway reports whether the connection is away, and logs when that changes. nats.go tells the
+// pull nothing: it stops the heartbeat while it reconnects.
+func (in *intake) sayAway() bool {
+	away := in.conn != nil && !in.conn.IsConnected()
+	switch {
+	case away == in.away:
+	case away:
+		in.log.Warn("the server is away: waiting for it", "source", in.name, "error", in.conn.LastError())
+	default:
+		in.log.Info("the server is there", "source", in.name)
+	}
+	in.away = away
+	return away
+}
+
+// connectedPoll is how often the connection is looked at while it is away, and awayPoll while a
+// pull is open.
+const (
+	connectedPoll = 50 * time.Millisecond
+	awayPoll      = time.Second
+)
 
 // connectionEnded reports whether an error says that the connection has ended for good.
 func connectionEnded(err error) bool {

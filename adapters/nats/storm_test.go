@@ -346,7 +346,8 @@ func TestServerRestartIsWaitedOut(t *testing.T) {
 	r := newRig(t, jetstream.ConsumerConfig{AckWait: 3 * time.Second})
 	var mu sync.Mutex
 	seen := map[string]int{}
-	c := consume(t, adaptertest.Guard(t, guard.Config{}), r.consumer, func(_ context.Context, m jetstream.Msg) error {
+	g, log := logging(t, guard.Config{})
+	c := consume(t, g, r.consumer, func(_ context.Context, m jetstream.Msg) error {
 		mu.Lock()
 		seen[string(m.Data())]++
 		mu.Unlock()
@@ -357,8 +358,9 @@ func TestServerRestartIsWaitedOut(t *testing.T) {
 	count := func() int { mu.Lock(); defer mu.Unlock(); return len(seen) }
 	adaptertest.Eventually(t, "some handled", func() bool { return count() > 50 })
 	r.stop()
-	time.Sleep(300 * time.Millisecond)
+	adaptertest.Eventually(t, "it says that it waits", func() bool { return log.lines("level=WARN", "the server is away", "source=S/C") == 1 })
 	r.start()
+	adaptertest.Eventually(t, "it says that it goes on", func() bool { return log.lines("level=INFO", "the server is there", "source=S/C") == 1 })
 	adaptertest.Eventually(t, "the publisher is back", func() bool { return r.nc.IsConnected() })
 	adaptertest.Eventually(t, "JetStream is back", func() bool {
 		_, err := r.js.Publish(adaptertest.Context(t), "s.x", []byte("500"))

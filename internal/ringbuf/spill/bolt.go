@@ -32,12 +32,12 @@ const (
 	growMax = 16 << 20
 
 	// reservePages is the number of pages kept free for transactions without chunks.
-	reservePages = 64
+	reservePages = 128
 
 	// lanePages is the most pages that bbolt writes for a lane's position and the end of
 	// its drained chunks: two paths from the root to a leaf, and the neighbours that they
 	// merge with.
-	lanePages = 12
+	lanePages = 16
 )
 
 // lanesAtOnce is the number of lanes in a transaction that must use the reserve only.
@@ -54,11 +54,10 @@ var errNoRoom = errors.New("no room")
 const fillPercent = 95
 
 // chunkRoom is the number of bytes at which a chunk of lane name is full, with the messages'
-// entries in its table: three chunks fill a page. bbolt does not divide a node of up to four
-// chunks, so the last one of a lane may take two consecutive pages. If no two free ones are
-// consecutive, bbolt takes them at the end of the file.
+// entries in its table. Four chunks fit into a page, and bbolt divides only nodes of more than
+// four. So only larger messages need consecutive pages, also when it merges what drains leave.
 func chunkRoom(name string) int {
-	return pageSize*fillPercent/100/3 - 2*boltElement - keySize(name) - chunkOverhead(name)
+	return (pageSize-boltHeader)/4 - boltElement - keySize(name) - chunkOverhead(name)
 }
 
 type bolt struct {
@@ -159,9 +158,13 @@ func (b *bolt) close() error {
 	return b.db.Close()
 }
 
+// sharedBytes is how many bytes of chunks share a buffer, which lives as long as any of them.
+const sharedBytes = 8 << 10
+
 func (b *bolt) read(dst []stored, lane string, seq uint64, limit int) ([]stored, error) {
 	b.gate.RLock()
 	defer b.gate.RUnlock()
+	var room []byte // the rest of a buffer that several chunks share
 	err := guarded(func() error {
 		return b.db.View(func(tx *bbolt.Tx) error {
 			c := tx.Bucket([]byte(chunkBucket)).Cursor()
@@ -170,8 +173,12 @@ func (b *bolt) read(dst []stored, lane string, seq uint64, limit int) ([]stored,
 				if !ok || string(name) != lane || limit <= 0 && len(dst) > 0 {
 					return nil
 				}
-				dst = append(dst, stored{first, bytes.Clone(v)})
-				limit -= len(v)
+				if len(v) > len(room) {
+					room = make([]byte, max(len(v), sharedBytes))
+				}
+				n := copy(room, v)
+				dst, room = append(dst, stored{first, room[:n:n]}), room[n:]
+				limit -= n
 			}
 			return nil
 		})
@@ -205,7 +212,7 @@ func (b *bolt) write(t *transaction) error {
 	// If a write found no space, no sync followed, and bbolt has undone it. After a failed
 	// sync nobody knows what is on the disk.
 	var at *fs.PathError
-	if errors.As(err, &at) && at.Op == "write" && errors.Is(err, syscall.ENOSPC) {
+	if errors.As(err, &at) && at.Op == "write" && (errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT)) {
 		return fmt.Errorf("%w: %w", errNoRoom, err)
 	}
 	return err
@@ -292,7 +299,7 @@ func (b *bolt) makeRoom(t *transaction) error {
 	need := int64(reservePages + 8 + lanePages*len(t.positions))
 	small, row := int64(0), false
 	for _, c := range t.chunks {
-		if size := int64(len(c.data) + keySize(c.name) + boltElement); size <= b.page/3 {
+		if size := int64(len(c.data) + keySize(c.name) + boltElement); size <= (b.page-boltHeader)/4 {
 			small += size
 		} else {
 			need += 5*size/b.page + 2 // bbolt copies up to four neighbours of one leaf

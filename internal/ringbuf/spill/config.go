@@ -56,7 +56,8 @@ type Config struct {
 	// MaxBytes is the maximum number of bytes in all lanes together, leased messages
 	// included: 64 KiB to 1 TiB, or 256 MiB on 32-bit machines; 0 means [DefaultMaxBytes].
 	// A message counts with its encoding and the bytes of the format. The file is larger:
-	// by a few per cent with one lane, up to twice as large with very many.
+	// by a tenth with one lane, up to twice as large with very many, or with messages of 2 KiB
+	// and more.
 	MaxBytes int64
 
 	// LaneShare is the share of MaxCount and MaxBytes that one lane may fill, above 0 and
@@ -69,7 +70,7 @@ type Config struct {
 
 	// BatchBytes is the maximum size of a batch, 1 byte to 64 MiB; 0 means
 	// [DefaultBatchBytes]. A larger message is a batch of its own. Up to two batches are in
-	// memory at a time.
+	// memory at a time, and buffers of up to four.
 	BatchBytes int64
 
 	// BatchDelay is how long the first message of a batch waits for others, up to a minute.

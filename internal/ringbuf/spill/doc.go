@@ -52,7 +52,7 @@
 // # Limitations
 //
 //   - bbolt syncs twice for each transaction, and copies pages of 8 KiB when they change.
-//     A batch of one small message writes 32 KiB.
+//     A batch of one small message writes 24 KiB, or 32 KiB in a larger file.
 //   - bbolt has no checksums of pages. If a damaged page is not read again, only the next
 //     Open notices it.
 //   - bbolt maps the file to memory. A page that the disk cannot read is a fault; this
@@ -60,8 +60,9 @@
 //   - The file becomes shorter only when Open finds it empty. It can be as long as twice
 //     MaxBytes, plus 16 MiB, plus six times MaxBytes or [MaxMessage], whichever is less.
 //   - Open takes time and memory bandwidth in proportion to the held bytes.
-//   - A message larger than 2.5 KiB costs more than its size: up to four neighbours are
-//     copied with each added message.
+//   - A message larger than 2 KiB costs more than its size: up to four neighbours are
+//     copied with each added message. They need consecutive pages. On a disk that stays full,
+//     such messages may find none, though others were drained.
 //   - If both copies of a lane's position are lost, drained messages of the lane that are
 //     still in the file may come again.
 //   - A write that was torn inside a sector, against the assumption, counts as damage.

@@ -6,13 +6,18 @@ package spill
 import (
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/ringbuf"
 )
 
 // mountOwn mounts a small file system of its own, of so many MiB.
@@ -86,19 +91,7 @@ func TestDiskFull(t *testing.T) {
 			if st := s.Stats(); st.State != NoSpace || !errors.Is(st.Err, syscall.ENOSPC) || st.Count != seq || seq < 2000 {
 				t.Fatalf("%+v, %d messages were put", st, seq)
 			}
-			// And now the last block of it.
-			rest, err := os.Create(filepath.Join(dir, "rest"))
-			if err != nil {
-				t.Fatal(err)
-			}
-			for size := 1 << 20; size > 0; {
-				if _, err := rest.Write(make([]byte, size)); err != nil {
-					size /= 2
-				}
-			}
-			if err := rest.Close(); err != nil && !errors.Is(err, syscall.ENOSPC) {
-				t.Fatal(err)
-			}
+			fillDisk(t, dir)
 			first := 0
 			for round := range 2 {
 				held := seq - first
@@ -133,6 +126,85 @@ func TestDiskFull(t *testing.T) {
 			flushed(t, s)
 			s.Close()
 		})
+	}
+}
+
+// fillDisk takes the last block of the disk.
+func fillDisk(t *testing.T, dir string) {
+	t.Helper()
+	rest, err := os.Create(filepath.Join(dir, "rest"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for size := 1 << 20; size > 0; {
+		if _, err := rest.Write(make([]byte, size)); err != nil {
+			size /= 2
+		}
+	}
+	if err := rest.Close(); err != nil && !errors.Is(err, syscall.ENOSPC) {
+		t.Fatal(err)
+	}
+}
+
+// On a full disk positions are synced all the same, of any lane and message, whatever the drains
+// leave of the pages: also if lanes and sizes are mixed and messages go one by one. Small messages
+// find as much room again.
+func TestDiskFullOfLanes(t *testing.T) {
+	t.Run("small", func(t *testing.T) { testDiskFullOfLanes(t, 10, true) })
+	t.Run("mixed", func(t *testing.T) { testDiskFullOfLanes(t, 13, false) })
+}
+
+func testDiskFullOfLanes(t *testing.T, bits int, again bool) {
+	dir := mountOwn(t, "tmpfs", 8)
+	s := open(t, Config{Dir: filepath.Join(dir, "spill"), MaxBytes: 256 << 20})
+	r := rand.New(rand.NewPCG(3, 4))
+	var lanes [9]struct{ put, got int }
+	name := func(i int) string { return strings.Repeat("x", 28*i) + strconv.Itoa(i) }
+	fill := func() {
+		for {
+			i := r.IntN(len(lanes))
+			vs := numbered(lanes[i].put, lanes[i].put+1+r.IntN(20), 10+r.IntN(1<<(6+r.IntN(bits-5))))
+			n, err := s.Lane(name(i)).TryPut(vs...)
+			if lanes[i].put += n; errors.Is(err, ErrNoSpace) {
+				return
+			} else if err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	fill()
+	fillDisk(t, dir)
+	dst := make([]string, 20)
+	for round := range 4 {
+		held := s.Stats().Count
+		for s.Stats().Count > round*held/4 {
+			i := r.IntN(len(lanes))
+			lease, err := s.Lane(name(i)).TryLease(dst[:1+r.IntN(len(dst))])
+			if errors.Is(err, ringbuf.ErrEmpty) {
+				continue
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, v := range dst[:lease.Len()] {
+				if want := numbered(lanes[i].got, lanes[i].got+1, 0)[0]; !strings.HasPrefix(v, want) {
+					t.Fatalf("lane %d: %.20q, want %q", i, v, want)
+				}
+				lanes[i].got++
+			}
+			if err := lease.Commit(lease.Len()); err != nil {
+				t.Fatal(err)
+			}
+			if err := s.Flush(t.Context()); err != nil {
+				t.Fatalf("round %d, %d messages are held: %v", round, s.Stats().Count, err)
+			}
+		}
+		fill()
+		now := s.Stats().Count
+		t.Logf("round %d: %d messages were held, now %d", round, held, now)
+		if again && now < held*9/10 {
+			t.Errorf("took in %d of %d", now, held)
+		}
 	}
 }
 

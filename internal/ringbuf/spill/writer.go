@@ -210,6 +210,12 @@ func (c *core) do(j *job) {
 		return
 	}
 	c.commit++
+	if j.batch == nil { // a drain needs no buffers
+		c.arena = nil
+		c.mu.Lock()
+		c.spare = nil
+		c.mu.Unlock()
+	}
 	t := &transaction{}
 	arena := c.arena[:0]
 	if j.batch != nil && int64(cap(arena)) < j.batch.bytes { // batch.bytes is an upper limit of the size of the chunks
