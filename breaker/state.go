@@ -72,6 +72,7 @@ type Snapshot struct {
 	Barred       bool
 	Held         bool          // held by a fleet: open, or half-open for one probe
 	Since        time.Duration // when the state began
+	Tripped      time.Duration // when the breaker ceased to be closed; 0 when closed
 	Until        time.Duration // when a call may next be admitted; 0 when closed or when there is room for a probe
 	BackoffLevel int           // level of the last open period, minus the closes since
 

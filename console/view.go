@@ -103,7 +103,7 @@ type Breaker struct {
 	Cause   string   `json:"cause,omitempty"`
 	Forced  bool     `json:"forced"`
 	Fleet   bool     `json:"fleet"`         // the fleet holds the breaker
-	Since   float64  `json:"since_seconds"` // seconds since the state began
+	Since   float64  `json:"since_seconds"` // seconds since the breaker closed, or ceased to be closed
 	Until   float64  `json:"until_seconds"` // seconds until a call may be admitted; 0 means now, or until somebody clears the breaker
 	Ratio   float64  `json:"failure_ratio"`
 	Sources []string `json:"sources,omitempty"` // sources that share the breaker
@@ -256,7 +256,7 @@ func breakerView(s guard.State) Breaker {
 	}
 	v := Breaker{
 		Name: b.Name, State: b.State.String(), Cause: string(b.Cause), Forced: b.Forced, Fleet: b.Held,
-		Since: max(0, s.Now-b.Since).Seconds(), Ratio: b.Ratio,
+		Since: max(0, s.Now-cmp.Or(b.Tripped, b.Since)).Seconds(), Ratio: b.Ratio,
 	}
 	const aYear = 365 * 24 * time.Hour
 	if left := b.Until - s.Now; b.Until > 0 && left > 0 && left < aYear { // a force without an end has no time left

@@ -40,7 +40,7 @@ type Config struct {
 	// must be another directory. Unset means that no message is ever written to a disk.
 	SpillDir string
 	// SpillBytes bounds the messages in SpillDir, 64 KiB to 1 TiB; unset means 1 GiB. The
-	// file may become twice as large.
+	// file may become 2.5 times as large.
 	SpillBytes int64
 
 	// Scope is what one breaker counts over: a partition (default), a topic or

@@ -36,7 +36,7 @@
 //   - The process is killed: messages handled since the last commit are handled again, and those
 //     handled behind a waiting one, a window at most. sarama commits each second
 //     (Consumer.Offsets.AutoCommit.Interval), and this adapter after 512 messages of a partition,
-//     ten times in that interval at most.
+//     at most each tenth of that interval, or each second if that is shorter.
 //
 // # Retry topics
 //

@@ -85,7 +85,7 @@ func (i *inspection) settings() {
 	}
 	if a := c.Consumer.Offsets.AutoCommit; a.Enable && a.Interval > 10*time.Second {
 		i.findings.Add(guard.Warning, "client", "Consumer.Offsets.AutoCommit.Interval = time.Second",
-			"Consumer.Offsets.AutoCommit.Interval is %s: a process that is killed handles what it handled meanwhile again, or some 512 messages of a busy partition", a.Interval)
+			"Consumer.Offsets.AutoCommit.Interval is %s: a process that is killed handles again what it handled meanwhile, or some 512 messages or a second's of a busy partition", a.Interval)
 	}
 	if c.Consumer.Offsets.Retry.Max == 0 {
 		i.findings.Add(guard.Warning, "client", "Consumer.Offsets.Retry.Max = 3", "Consumer.Offsets.Retry.Max is 0: the last commit of a session is tried once")

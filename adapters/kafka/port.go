@@ -42,7 +42,7 @@ type claim struct {
 	asked      *askedPauses
 	end        atomic.Int64 // the log's end at the last look; -1 unknown
 	spilledAt  atomic.Int64 // when the latest message was spilled, Unix nanoseconds; 0 never
-	commitSoon func()       // asks for a commit of the marks at once
+	commitSoon func()       // asks for a commit of the marks soon
 	refused    atomic.Bool  // the last look found commits behind, and Flush has not reported it yet
 
 	marking sync.Mutex // held while a mark or a reset goes to the session: one at a time
@@ -216,7 +216,7 @@ func (c *claim) rewind(offset int64, metadata string) {
 	c.marking.Lock()
 	defer c.marking.Unlock()
 	c.marks.Rewound()
-	c.marked, c.due = true, offset+mostMarked
+	c.marked, c.due = true, min(c.due, offset+mostMarked)
 	c.session.ResetOffset(c.topic, c.partition, offset, metadata)
 }
 

@@ -77,7 +77,7 @@ func (c *claim) Unspill(head, body []byte) (*sarama.ConsumerMessage, error) {
 	}, nil
 }
 
-// spillCommits is how long after the latest spilled message marks are committed at once.
+// spillCommits is how long after the latest spilled message marks are committed soon.
 const spillCommits = 5 * time.Second
 
 // commitSoon commits all marks on its own goroutine: one request at a time, and one more for marks

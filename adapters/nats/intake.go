@@ -364,9 +364,15 @@ func (in *intake) connected(ctx context.Context) error {
 func (in *intake) sayAway() bool {
 	away := in.conn != nil && !in.conn.IsConnected()
 	switch {
+	case away && in.conn.IsClosed():
+		return true // for good
 	case away == in.away:
 	case away:
-		in.log.Warn("the server is away: waiting for it", "source", in.name, "error", in.conn.LastError())
+		args := []any{"source", in.name}
+		if err := in.conn.LastError(); err != nil { // none if it is only down
+			args = append(args, "error", err)
+		}
+		in.log.Warn("the server is away: waiting for it", args...)
 	default:
 		in.log.Info("the server is there", "source", in.name)
 	}

@@ -238,6 +238,9 @@ func breakerText(l words.Language, b console.Breaker) string {
 		return l.Say("none")
 	}
 	text := l.Sayf("%s: %s for %s, failures %s", b.Name, l.Say(b.State), seconds(b.Since), failures(b))
+	if b.State != "closed" {
+		text = l.Sayf("%s: %s, not closed for %s, failures %s", b.Name, l.Say(b.State), seconds(b.Since), failures(b))
+	}
 	if b.Cause != "" {
 		text += l.Sayf(", cause %s", b.Cause)
 	}

@@ -26,6 +26,9 @@ func TestBackoffIsExact(t *testing.T) {
 				t.Fatalf("period %d, %v open: refusal %+v, want until %v", n, now-began, r, now+d)
 			}
 			s := b.Snapshot(now)
+			if s.Tripped != began {
+				t.Fatalf("tripped at %v after %v, want %v: it is one outage", s.Tripped, now-began, began)
+			}
 			levels[s.BackoffLevel] = max(levels[s.BackoffLevel], d)
 			now += d
 			b.Failure(now, admit(t, b, now), true)
@@ -40,6 +43,11 @@ func TestBackoffIsExact(t *testing.T) {
 			if longest > b.cfg.Period(level) {
 				t.Errorf("level %d had a period of %v", level, longest)
 			}
+		}
+		now += 30 * sec
+		reclose(t, b, now)
+		if s := b.Snapshot(now + sec); s.Since != now || s.Tripped != 0 {
+			t.Errorf("closed since %v, want %v; tripped at %v", s.Since, now, s.Tripped)
 		}
 	})
 }

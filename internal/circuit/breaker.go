@@ -66,6 +66,7 @@ type Breaker struct {
 
 	level     int
 	remember  time.Duration // a trip until this instant continues from level; -1 for none
+	tripped   time.Duration // when the breaker last ceased to be closed
 	downSince time.Duration // start of the outage: the trip, or the latest probe that passed at half of maxPace or more
 	flaps     int           // trips in a row, each within Memory of a close
 
@@ -561,6 +562,7 @@ func (b *Breaker) Snapshot(now time.Duration) Snapshot {
 		Generation:   e.gen,
 	}}
 	if e.state != breaker.Closed {
+		s.Tripped = b.tripped
 		s.Until = max(e.deadline(), 0)
 		s.ProbesOut, s.ProbesPassed = len(b.out), b.passed
 		return s
@@ -696,6 +698,9 @@ func (b *Breaker) moveLocked(now time.Duration, e *epoch, cause breaker.Cause, o
 	e.stir.Store(int64(now))
 	clear(b.out)
 	b.out, b.passed, b.pace, b.head, b.stretch = b.out[:0], 0, 0, 0, stretch{}
+	if prev.state == breaker.Closed && e.state != breaker.Closed {
+		b.tripped = now
+	}
 	if prev.state == breaker.Closed && e.state == breaker.Open {
 		b.downSince = now
 	}

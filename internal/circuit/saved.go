@@ -90,6 +90,7 @@ func (b *Breaker) Restore(now time.Duration, s Saved, stale bool) bool {
 		b.moveLocked(now, e, s.Cause, 0)
 	}
 	b.downSince = min(s.Down, now)
+	b.tripped = b.downSince
 	return true
 }
 

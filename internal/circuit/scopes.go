@@ -467,8 +467,9 @@ func (l *Leaf) Wider() (open []breaker.Snapshot) {
 	}
 	for p := l.near; p != nil; p = p.up {
 		if p.open.Load() {
+			shut := time.Duration(p.shut.Load())
 			open = append(open, breaker.Snapshot{
-				Name: p.name, State: breaker.Open, Cause: breaker.CauseQuorum, Since: time.Duration(p.shut.Load()),
+				Name: p.name, State: breaker.Open, Cause: breaker.CauseQuorum, Since: shut, Tripped: shut,
 			})
 		}
 	}

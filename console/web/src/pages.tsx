@@ -158,7 +158,7 @@ export function SourcePage({ w, s, name }: { w: Words; s?: Seen; name: string })
             [w.breaker, s.breaker.name || w.none],
             [w.state, state(w, s.breaker.state) + (s.breaker.forced ? " " + w.forced : "") + (s.breaker.fleet ? " " + w.byFleet : "")],
             [w.why, s.breaker.cause ? answer(w, s.breaker.cause) : w.none],
-            [w.stateFor, span(s.breaker.since_seconds + passed)],
+            [s.breaker.state === "closed" ? w.stateFor : w.notClosedFor, span(s.breaker.since_seconds + passed)],
           ]}
         />
         <Facts

@@ -54,10 +54,10 @@ var errNoRoom = errors.New("no room")
 const fillPercent = 95
 
 // chunkRoom is the number of bytes at which a chunk of lane name is full, with the messages'
-// entries in its table. Four chunks fit into a page, and bbolt divides only nodes of more than
+// entries in its table. Four chunks fill a page, and bbolt divides only nodes of more than
 // four. So only larger messages need consecutive pages, also when it merges what drains leave.
 func chunkRoom(name string) int {
-	return (pageSize-boltHeader)/4 - boltElement - keySize(name) - chunkOverhead(name)
+	return (pageSize*fillPercent/100-boltHeader)/4 - boltElement - keySize(name) - chunkOverhead(name)
 }
 
 type bolt struct {
@@ -174,7 +174,11 @@ func (b *bolt) read(dst []stored, lane string, seq uint64, limit int) ([]stored,
 					return nil
 				}
 				if len(v) > len(room) {
-					room = make([]byte, max(len(v), sharedBytes))
+					size := len(v) // the first may be the only one
+					if len(dst) > 0 {
+						size = max(size, sharedBytes)
+					}
+					room = make([]byte, size)
 				}
 				n := copy(room, v)
 				dst, room = append(dst, stored{first, room[:n:n]}), room[n:]

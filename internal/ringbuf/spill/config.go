@@ -56,8 +56,8 @@ type Config struct {
 	// MaxBytes is the maximum number of bytes in all lanes together, leased messages
 	// included: 64 KiB to 1 TiB, or 256 MiB on 32-bit machines; 0 means [DefaultMaxBytes].
 	// A message counts with its encoding and the bytes of the format. The file is larger:
-	// by a tenth with one lane, up to twice as large with very many, or with messages of 2 KiB
-	// and more.
+	// by a tenth with large batches, up to 2.5 times as large with single messages of 1.6 KiB,
+	// or with very many lanes.
 	MaxBytes int64
 
 	// LaneShare is the share of MaxCount and MaxBytes that one lane may fill, above 0 and

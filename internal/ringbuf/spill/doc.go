@@ -52,13 +52,13 @@
 // # Limitations
 //
 //   - bbolt syncs twice for each transaction, and copies pages of 8 KiB when they change.
-//     A batch of one small message writes 24 KiB, or 32 KiB in a larger file.
+//     A batch of one small message writes 24 KiB, up to 48 KiB in a large file.
 //   - bbolt has no checksums of pages. If a damaged page is not read again, only the next
 //     Open notices it.
 //   - bbolt maps the file to memory. A page that the disk cannot read is a fault; this
 //     package turns it into an error. A cold drain reads page by page.
-//   - The file becomes shorter only when Open finds it empty. It can be as long as twice
-//     MaxBytes, plus 16 MiB, plus six times MaxBytes or [MaxMessage], whichever is less.
+//   - The file becomes shorter only when Open finds it empty. It can be as long as 2.5
+//     times MaxBytes, plus 16 MiB, plus six times MaxBytes or [MaxMessage], whichever is less.
 //   - Open takes time and memory bandwidth in proportion to the held bytes.
 //   - A message larger than 2 KiB costs more than its size: up to four neighbours are
 //     copied with each added message. They need consecutive pages. On a disk that stays full,

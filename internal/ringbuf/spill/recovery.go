@@ -135,7 +135,7 @@ func recoverDir(cfg Config) (s *bolt, img *image, rec Recovery, readOnly, err er
 
 // fileLimit is the maximum length of the file. The largest message and its neighbours are
 // copied into consecutive pages.
-func fileLimit(maxBytes int64) int64 { return 2*maxBytes + growMax + 6*min(maxBytes, MaxMessage) }
+func fileLimit(maxBytes int64) int64 { return 5*maxBytes/2 + growMax + 6*min(maxBytes, MaxMessage) }
 
 func cannotWrite(err error) bool {
 	return errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.EROFS)

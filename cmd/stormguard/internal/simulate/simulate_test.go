@@ -123,7 +123,7 @@ func TestEachSeed(t *testing.T) {
 			t.Errorf("%s: sync p99 %.1f ms, over %.3f", r.Name, r.SyncP99OfSeeds, r.Over)
 		}
 	}
-	for _, r := range judge("^takeover|^suspend", 400) {
+	for _, r := range judge("^takeover|^suspend", 100) {
 		if !r.Passed {
 			t.Errorf("%s: %s", r.Name, r.verdict())
 		}
@@ -139,7 +139,7 @@ func TestExplore(t *testing.T) {
 	case raceEnabled: // one goroutine each, and two show what they share
 		runs = 2
 	case os.Getenv("STORMGUARD_FULL") != "":
-		runs = 5000
+		runs = 1000
 	}
 	var out bytes.Buffer
 	err := Explore(t.Context(), ExploreConfig{Seed: seeds(t, 1)[0], Runs: runs}, &out)

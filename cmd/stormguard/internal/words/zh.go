@@ -182,6 +182,7 @@ var zh = map[string]string{ //nolint:gosec // no credentials are in it
 	"  breaker": "  熔断器",
 	"  storm":   "  风暴",
 	"%s: error rate %.1f %%, %d attempts, age %s": "%s：错误率 %.1f %%，尝试 %d 次，时长 %s",
+	"%s: %s, not closed for %s, failures %s":      "%s：%s，未闭合已持续 %s，失败率 %s",
 	"%s: %s for %s, failures %s":                  "%s：%s，已持续 %s，失败率 %s",
 	", cause %s":                                  "，成因 %s",
 	", by force":                                  "，人工强制",
