@@ -21,9 +21,9 @@ const (
 	positionBucket = "positions"
 	chunkBucket    = "chunks"
 
-	// pageSize is twice bbolt's default. Larger pages need fewer system calls for a large
-	// batch, and more bytes for a small one.
-	pageSize = 8 << 10
+	// pageSize is larger than bbolt's default. Larger pages need fewer system calls for a
+	// large batch and for drains, and more bytes for a small batch.
+	pageSize = 16 << 10
 
 	// growMin and growMax limit how much the file grows at once. New space is filled with
 	// zeros: the sync of a page that already has its place takes half as long, and later
@@ -32,12 +32,12 @@ const (
 	growMax = 16 << 20
 
 	// reservePages is the number of pages kept free for transactions without chunks.
-	reservePages = 128
+	reservePages = 64
 
 	// lanePages is the most pages that bbolt writes for a lane's position and the end of
 	// its drained chunks: two paths from the root to a leaf, and the neighbours that they
 	// merge with.
-	lanePages = 16
+	lanePages = 12
 )
 
 // lanesAtOnce is the number of lanes in a transaction that must use the reserve only.

@@ -56,7 +56,7 @@ type Config struct {
 	// MaxBytes is the maximum number of bytes in all lanes together, leased messages
 	// included: 64 KiB to 1 TiB, or 256 MiB on 32-bit machines; 0 means [DefaultMaxBytes].
 	// A message counts with its encoding and the bytes of the format. The file is larger:
-	// by a tenth with large batches, up to 2.5 times as large with single messages of 1.6 KiB,
+	// by a tenth with large batches, up to 2.5 times as large with single messages of 3.5 KiB,
 	// or with very many lanes.
 	MaxBytes int64
 

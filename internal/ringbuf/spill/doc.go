@@ -51,8 +51,8 @@
 //
 // # Limitations
 //
-//   - bbolt syncs twice for each transaction, and copies pages of 8 KiB when they change.
-//     A batch of one small message writes 24 KiB, up to 48 KiB in a large file.
+//   - bbolt syncs twice for each transaction, and copies pages of 16 KiB when they change.
+//     A batch of one small message writes 48 KiB, up to 96 KiB in a large file.
 //   - bbolt has no checksums of pages. If a damaged page is not read again, only the next
 //     Open notices it.
 //   - bbolt maps the file to memory. A page that the disk cannot read is a fault; this
@@ -60,7 +60,7 @@
 //   - The file becomes shorter only when Open finds it empty. It can be as long as 2.5
 //     times MaxBytes, plus 16 MiB, plus six times MaxBytes or [MaxMessage], whichever is less.
 //   - Open takes time and memory bandwidth in proportion to the held bytes.
-//   - A message larger than 2 KiB costs more than its size: up to four neighbours are
+//   - A message larger than 4 KiB costs more than its size: up to four neighbours are
 //     copied with each added message. They need consecutive pages. On a disk that stays full,
 //     such messages may find none, though others were drained.
 //   - If both copies of a lane's position are lost, drained messages of the lane that are
