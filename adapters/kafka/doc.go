@@ -35,8 +35,8 @@
 //     back.
 //   - The process is killed: messages handled since the last commit are handled again, and those
 //     handled behind a waiting one, a window at most. sarama commits each second
-//     (Consumer.Offsets.AutoCommit.Interval), and this adapter after 512 messages of a partition,
-//     at most each tenth of that interval, or each second if that is shorter.
+//     (Consumer.Offsets.AutoCommit.Interval), and this adapter after 512 messages of a partition.
+//     Between two such commits it pauses for a tenth of that interval, at most 1s.
 //
 // # Retry topics
 //

@@ -85,7 +85,7 @@ func (i *inspection) settings() {
 	}
 	if a := c.Consumer.Offsets.AutoCommit; a.Enable && a.Interval > 10*time.Second {
 		i.findings.Add(guard.Warning, "client", "Consumer.Offsets.AutoCommit.Interval = time.Second",
-			"Consumer.Offsets.AutoCommit.Interval is %s: a process that is killed handles again what it handled meanwhile, or some 512 messages or a second's of a busy partition", a.Interval)
+			"Consumer.Offsets.AutoCommit.Interval is %s: a process that is killed handles the messages of that time again; of a busy partition, the last 512 or those of the last second", a.Interval)
 	}
 	if c.Consumer.Offsets.Retry.Max == 0 {
 		i.findings.Add(guard.Warning, "client", "Consumer.Offsets.Retry.Max = 3", "Consumer.Offsets.Retry.Max is 0: the last commit of a session is tried once")

@@ -139,9 +139,6 @@ func TestChangeInARestingFleet(t *testing.T) {
 func TestDeathInARestingFleet(t *testing.T) {
 	t.Parallel()
 	for _, n := range sizes() {
-		if n > 200 {
-			continue // a thousand rest for long, and compute for longer
-		}
 		for _, loss := range []float64{0, 0.35} {
 			for what, do := range map[string]func(f *fleet){
 				"dies":       func(f *fleet) { f.Crash(1) },

@@ -70,7 +70,7 @@ type Config struct {
 
 	// BatchBytes is the maximum size of a batch, 1 byte to 64 MiB; 0 means
 	// [DefaultBatchBytes]. A larger message is a batch of its own. Up to two batches are in
-	// memory at a time, and buffers of up to four.
+	// memory at a time, and two buffers of up to twice that size.
 	BatchBytes int64
 
 	// BatchDelay is how long the first message of a batch waits for others, up to a minute.
