@@ -340,7 +340,7 @@ func (b *dispatcher) ailsLocked(now time.Duration, source string, err error) {
 	if a.err == nil {
 		a.since = now
 	}
-	a.err, a.late = err, a.late || err == errWriteLate //nolint:errorlint // watch's own
+	a.err, a.late = err, a.late || err == errWriteLate || err == errMetaLate //nolint:errorlint // watch's own
 	b.ails[source] = a
 }
 
@@ -630,7 +630,10 @@ func (b *dispatcher) deliver(ctx context.Context, l postable) {
 				w.err = &lostCallError{"dead-letter write", "called runtime.Goexit", debug.Stack()}
 			}
 		}()
-		if w.r, w.err = l.record(); w.err == nil {
+		returnedMeta := b.watch(l.from(), errMetaLate)
+		w.r, w.err = l.record()
+		returnedMeta()
+		if w.err == nil {
 			w.span, w.parked, w.err = b.write(ctx, l, w.r)
 		}
 		returned = true
@@ -708,7 +711,7 @@ func (b *dispatcher) tell(from letterFrom, was, is ailment) {
 	help := "mend the source's DLQ: its letters are tried again, and nothing is lost"
 	e, lost := errors.AsType[*lostCallError](err)
 	switch {
-	case lost && e.who == metaCall:
+	case lost && e.who == metaCall, err == errMetaLate: //nolint:errorlint // watch's own
 		help = "mend what describes the message, such as a function of your own: it is asked again, and nothing is lost"
 	case err == errWriteLate: //nolint:errorlint // watch's own
 		help = "make the writer heed its context: the source's dead letters wait until the call returns"
@@ -720,27 +723,30 @@ func (b *dispatcher) tell(from letterFrom, was, is ailment) {
 	b.g.journal.say(now, line{slog.LevelWarn, lineWriter, from.topic, false, args})
 }
 
-// errWriteLate is the ailment of a source whose write goes on after its context has ended.
-var errWriteLate = errors.New("the call has not returned 5s after its context ended")
+// errWriteLate is the ailment of a source whose write goes on after its context has ended,
+// errMetaLate of one whose port has not described a message in that time.
+var (
+	errWriteLate = errors.New("the call has not returned 5s after its context ended")
+	errMetaLate  = fmt.Errorf("%s has not returned for %s", metaCall, writeLate)
+)
 
-// watch logs it if a write goes on after its context has ended. The caller calls done when the
-// write has returned.
-func (b *dispatcher) watch(from letterFrom) (done func()) {
+// watch logs late if a call has not returned after writeLate. The caller calls done when it has.
+func (b *dispatcher) watch(from letterFrom, late error) (done func()) {
 	returned := false
-	late := time.AfterFunc(writeLate, func() {
+	timer := time.AfterFunc(writeLate, func() {
 		now := b.g.now()
 		b.mu.Lock()
 		say := !returned && !b.ails[from.cfg.Name].late
 		if !returned {
-			b.ailsLocked(now, from.cfg.Name, errWriteLate)
+			b.ailsLocked(now, from.cfg.Name, late)
 		}
 		b.mu.Unlock()
 		if say {
-			b.tell(from, ailment{}, ailment{err: errWriteLate, since: now})
+			b.tell(from, ailment{}, ailment{err: late, since: now})
 		}
 	})
 	return func() {
-		late.Stop()
+		timer.Stop()
 		b.mu.Lock()
 		defer b.mu.Unlock()
 		returned = true
@@ -752,7 +758,7 @@ func (b *dispatcher) watch(from letterFrom) (done func()) {
 func (b *dispatcher) write(ctx context.Context, l postable, r *dlq.Record) (span context.Context, parked bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
-	returned := b.watch(l.from())
+	returned := b.watch(l.from(), errWriteLate)
 	defer returned()
 	ctx, end := b.g.trace(ctx, r)
 	parked, err = l.park(ctx, r)

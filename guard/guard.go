@@ -67,6 +67,7 @@ type Guard struct {
 	spillState atomic.Pointer[spillState]
 	spillNews  atomic.Bool // spillState has changed since it was logged
 	spillSaid  string      // the name of the spillState logged last; owned by the sweeper
+	spillFound bool        // the spill had messages at the start
 
 	saver *saver // nil without Config.StateDir
 	host  func() statefile.Now
@@ -215,6 +216,9 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 	}
 	if g.health != nil {
 		g.running.Go(func() { g.health.run(g.ctx, g) })
+	}
+	if g.spillFound {
+		g.running.Go(func() { g.sayUnopened(g.ctx) })
 	}
 	return g, nil
 }

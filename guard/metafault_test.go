@@ -209,3 +209,65 @@ func TestLaneThatPanics(t *testing.T) {
 		})
 	}
 }
+
+// stuckPort does not describe message 1 until it is released.
+type stuckPort struct {
+	testPort
+	release chan struct{}
+}
+
+func (p *stuckPort) Meta(m int) Meta {
+	if m == 1 {
+		<-p.release
+	}
+	return p.testPort.Meta(m)
+}
+
+// A port that hangs when it is asked for a dead letter is said, and the letter is written once the
+// port answers.
+func TestMetaThatHangs(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		var log lockedLog
+		g, err := New(Config{}, WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+		if err != nil {
+			t.Fatal(err)
+		}
+		port, letters := &stuckPort{release: make(chan struct{})}, &testWriter{}
+		s, err := Open(g, SourceConfig{Name: "s", DeadLetters: letters}, Limits{}, port, func(_ context.Context, m int) error {
+			if m == 1 {
+				return Permanent(errors.New("no such order"))
+			}
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		in, ended := make(chan int), make(chan error, 1)
+		go func() { ended <- s.Run(t.Context(), in) }()
+		in <- 0
+		in <- 1
+		time.Sleep(writeLate - time.Second)
+		if err := g.Ready(); err != nil || log.text() != "" {
+			t.Errorf("early: %v\n%s", err, log.text())
+		}
+		time.Sleep(10 * time.Minute)
+		if err := g.Ready(); !errors.Is(err, errMetaLate) {
+			t.Errorf("ready: %v", err)
+		}
+		if n := strings.Count(log.text(), errMetaLate.Error()); n != 1 || strings.Count(log.text(), "level=WARN") != 1 {
+			t.Errorf("%d lines:\n%s", n, log.text())
+		}
+		if !slices.ContainsFunc(s.State().Holds, func(h Hold) bool { return h.Reason == ReasonDLQ }) {
+			t.Errorf("%+v", s.State().Holds)
+		}
+		close(port.release)
+		synctest.Wait()
+		if a := s.Account(); a.DeadLettered != 1 || a.Check() != nil || g.Ready() != nil {
+			t.Errorf("%+v, ready: %v", a, g.Ready())
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+		<-ended
+	})
+}

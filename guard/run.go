@@ -51,6 +51,7 @@ func (s *Source[M]) run(ctx context.Context, in <-chan M, feed *Feed[M]) error {
 	workers := s.c.policy.Workers
 	s.divideLocked()
 	s.mu.Unlock()
+	s.g.sweeper.kick() // it wakes the loop for what an earlier epoch has left in the spill
 	unhook := context.AfterFunc(ctx, s.stop)
 	defer unhook()
 	stopKeepAlive := s.keepAlive()
@@ -347,11 +348,7 @@ func (s *Source[M]) put(m M, batched bool) (room int) {
 		s.endLocked()
 	}
 	if s.fenced.Load() {
-		if !batched { // End has given back the rest of a batch
-			s.c.tally.Received++
-			s.c.tally.Returned++
-			s.c.tally.Stale++
-		}
+		s.strayLocked(batched)
 		s.mu.Unlock()
 		return 0
 	}
@@ -366,6 +363,15 @@ func (s *Source[M]) put(m M, batched bool) (room int) {
 	s.g.sweeper.kick()
 	s.cond.Signal()
 	return room
+}
+
+// strayLocked counts a message that the loop took when End did not wait for the loop any more.
+func (s *Source[M]) strayLocked(batched bool) {
+	if !batched { // End has given back the rest of a batch
+		s.c.tally.Received++
+		s.c.tally.Returned++
+		s.c.tally.Stale++
+	}
 }
 
 // slowStep is a step with the machine: it reads messages while there is room, and handles,
@@ -455,7 +461,7 @@ func (l *loop[M]) poll() (m M, batched, ok bool) {
 		return m, false, false
 	}
 	if l.batched() {
-		if s.pos == len(s.batch) && !l.refill() {
+		if s.pos >= len(s.batch) && !l.refill() { // above len if End has not waited
 			return m, false, false
 		}
 		s.pos++
@@ -477,8 +483,9 @@ func (l *loop[M]) block(at, now time.Duration, read bool) bool {
 	s.flush()
 	s.rest()
 	room := s.tellDemand()
-	if room && !read {
-		return true // a worker has made room since: nothing else wakes the loop
+	rest := s.over != nil && s.over.keep == nil && s.pos < len(s.batch)
+	if room && (!read || rest) {
+		return true // there is room again, and nothing else wakes the loop; a batch goes before new input
 	}
 	var tick <-chan time.Time
 	if at > 0 {

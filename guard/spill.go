@@ -4,6 +4,7 @@
 package guard
 
 import (
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -294,6 +295,10 @@ func (s *Source[M]) spillInput(m M, batched bool) (room bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.endLocked()
+	if s.fenced.Load() {
+		s.strayLocked(batched)
+		return false
+	}
 	if batched {
 		s.diverted++
 	}
@@ -605,6 +610,7 @@ func (s *Source[M]) readSpilled() (more bool) {
 	if len(o.buf) < want {
 		o.buf = make([][]byte, want)
 	}
+	_, pending := laneHolds(o.lane) // a write that ends from here on may be missing in what is read
 	n, err := o.reader.Read(o.buf[:want], limit)
 	if err != nil {
 		s.g.log.Warn("the spill cannot be read: what is in it waits there", "source", s.cfg.Name, "error", err)
@@ -621,7 +627,6 @@ func (s *Source[M]) readSpilled() (more bool) {
 	clear(o.buf[:n])
 	if n == 0 {
 		lost := 0
-		_, pending := laneHolds(o.lane)
 		s.mu.Lock()
 		if len(o.going) == 0 && len(o.synced) == 0 && pending == 0 {
 			// The missing messages are damaged, as the log says.
@@ -896,6 +901,23 @@ func (g *Guard) Spilled() map[string]int {
 		}
 	}
 	return all
+}
+
+// spillUnopened is how long messages of an earlier process may wait for their source before that is
+// logged.
+const spillUnopened = time.Minute
+
+// sayUnopened logs, once, the messages of an earlier process whose source has not been opened.
+func (g *Guard) sayUnopened(ctx context.Context) {
+	select {
+	case <-time.After(spillUnopened):
+	case <-ctx.Done():
+		return
+	}
+	for name, n := range g.Spilled() {
+		g.log.Warn("the spill has messages of a source that is not open: nobody handles them, and the broker may not have them any more",
+			"source", name, "messages", n, "help", "open a source of that name with Policy.Spill, even if its topic or queue has another name now")
+	}
 }
 
 // spilledOf is how many messages of the source with that name are in the spill.

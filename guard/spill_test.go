@@ -16,6 +16,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -702,5 +703,89 @@ func TestSpillBesideMessagesThatWaitForCredits(t *testing.T) {
 		q.s.GrantCredits(20)
 		q.drain(time.Minute)
 		q.close(ReasonShutdown, true)
+	})
+}
+
+// Messages on the disk whose source is not opened are said once at WARN.
+func TestSpillOfASourceThatIsNotOpened(t *testing.T) {
+	for name, opened := range map[string]string{"another name": "b", "the same name": "a"} {
+		bubble(t, name, func(t *testing.T) {
+			dir := filepath.Join(spillRoot(t), "d")
+			q := newQueue(t, dir, Config{Policy: Policy{Spill: true, Window: 64}})
+			q.name = "a"
+			q.open()
+			q.setDown(true)
+			q.send(100)
+			time.Sleep(20 * time.Second)
+			left := q.close(ReasonShutdown, true).Spilled
+			var log lockedLog
+			g, err := New(Config{SpillDir: dir, Policy: Policy{Spill: true}}, WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+			if err != nil {
+				t.Fatal(err)
+			}
+			s, err := Open(g, SourceConfig{Name: opened, DeadLetters: &testWriter{}}, Limits{}, Port[int](&spillPort{body: 100}), func(context.Context, int) error { return nil })
+			if err != nil {
+				t.Fatal(err)
+			}
+			ended := make(chan error, 1)
+			go func() { ended <- s.Run(t.Context(), nil) }()
+			time.Sleep(10 * spillUnopened)
+			want := 0
+			if opened != "a" {
+				want = 1
+			}
+			line := fmt.Sprintf("source=a messages=%d help=", left)
+			if n := strings.Count(log.text(), "level=WARN"); left == 0 || n != want || strings.Count(log.text(), line) != want {
+				t.Errorf("%d lines at WARN, want %d, with %s:\n%s", n, want, line, log.text())
+			}
+			if _, err := g.Close(t.Context()); err != nil {
+				t.Error(err)
+			}
+			<-ended
+		})
+	}
+}
+
+// A batch that was read in part goes to the disk before what comes after it.
+func TestSpillKeepsABatchInOrder(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{SpillDir: filepath.Join(spillRoot(t), "d"), Policy: Policy{Spill: true, Window: 64}}, WithLogger(slog.New(slog.DiscardHandler)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var down atomic.Bool
+		down.Store(true)
+		var handled []int
+		s, err := Open(g, SourceConfig{Name: "s"}, Limits{AckWait: time.Minute}, Port[int](&spillPort{body: 100}), func(_ context.Context, m int) error {
+			if down.Load() {
+				return Unavailable(errDown)
+			}
+			handled = append(handled, m)
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		in, ended := make(chan int, 20_000), make(chan error, 1)
+		for m := range cap(in) {
+			in <- m
+		}
+		go func() { ended <- s.Run(t.Context(), in) }()
+		time.Sleep(20 * time.Second)
+		down.Store(false)
+		close(in)
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+		if n := s.State().Tally.Spilled; len(handled) != cap(in) || !slices.IsSorted(handled) || n == 0 {
+			at := 1
+			for at < len(handled) && handled[at-1] < handled[at] {
+				at++
+			}
+			t.Errorf("%d messages handled of %d, %d of them spilled, in order up to %d", len(handled), cap(in), n, at)
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
 	})
 }

@@ -163,3 +163,114 @@ func TestSpillWriteFailsAfterEnd(t *testing.T) {
 		}
 	})
 }
+
+// slowSize is a port that takes long to say the size of a message, once it hangs.
+type slowSize struct {
+	spillPort
+	hangs   atomic.Bool
+	release chan struct{}
+	begun   atomic.Int64
+}
+
+func (p *slowSize) Size(m int) int {
+	if p.begun.Add(1); p.hangs.Load() {
+		<-p.release
+	}
+	return p.spillPort.Size(m)
+}
+
+// A message whose size is asked for while the source ends is given back with the rest of its batch.
+func TestSpillEndsWhileASizeHangs(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{SpillDir: filepath.Join(spillRoot(t), "d"), Policy: Policy{Spill: true, Window: 64}}, WithLogger(slog.New(slog.DiscardHandler)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		port := &slowSize{release: make(chan struct{})}
+		s, err := Open(g, SourceConfig{Name: "s"}, Limits{}, Port[int](port), func(context.Context, int) error { return Unavailable(errDown) })
+		if err != nil {
+			t.Fatal(err)
+		}
+		feed, ended := s.Feed(), make(chan error, 1)
+		go func() { ended <- s.RunFeed(t.Context()) }()
+		if _, err := feed.Put(t.Context(), 0, 1, 2); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(spillAfter + 2*time.Second)
+		port.hangs.Store(true)
+		if _, err := feed.Put(t.Context(), 3, 4, 5); err != nil {
+			t.Fatal(err)
+		}
+		synctest.Wait()
+		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+		defer cancel()
+		rep := s.End(ctx, ReasonShutdown)
+		if rep.Err == nil || rep.Account.Check() != nil || rep.Account.Received != 6 || rep.Returned != 3 {
+			t.Errorf("%+v", rep)
+		}
+		begun := port.begun.Load()
+		close(port.release)
+		if err := <-ended; !errors.Is(err, ErrClosed) {
+			t.Error(err)
+		}
+		synctest.Wait()
+		if a := s.Account(); a != rep.Account || port.begun.Load() != begun {
+			t.Errorf("%+v after the end, %+v in its report; %d port calls", a, rep.Account, port.begun.Load()-begun)
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// A source that finds its messages on the disk, but the reader in use by an earlier epoch, handles
+// them once it is free, though nothing else moves.
+func TestSpillOfAnEpochThatStillReads(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{SpillDir: filepath.Join(spillRoot(t), "d"), Policy: Policy{Spill: true}}, WithLogger(slog.New(slog.DiscardHandler)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		lane, written := g.spill.Lane("s"), make(chan error, 1)
+		reader, err := lane.Reader()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := lane.Append(func(err error) { written <- err }, append(binary.LittleEndian.AppendUint64(nil, 1), "\x041000"...)); err != nil {
+			t.Fatal(err)
+		}
+		if err := <-written; err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Second)
+		if !g.sweeper.parked.Load() {
+			t.Fatal("the sweeper is not parked")
+		}
+		handled, ended := make(chan int, 1), make(chan error, 1)
+		s, err := Open(g, SourceConfig{Name: "s"}, Limits{}, Port[int](&spillPort{}), func(_ context.Context, m int) error {
+			handled <- m
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		go func() { ended <- s.Run(t.Context(), nil) }()
+		time.Sleep(time.Second)
+		reader.Close()
+		time.Sleep(10 * time.Second)
+		select {
+		case m := <-handled:
+			if m != 1000 {
+				t.Errorf("message %d handled, want 1000", m)
+			}
+		default:
+			t.Errorf("not handled: %+v", s.State())
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if err := <-ended; !errors.Is(err, ErrClosed) {
+			t.Error(err)
+		}
+	})
+}
