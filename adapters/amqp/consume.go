@@ -47,7 +47,8 @@ import (
 // a failing message. Once a message got through, the prefetch is the whole again, and the other
 // messages drain at the policy's ramp. Messages that are out at a second close go behind messages
 // that went back before. So in a hold longer than the consumer timeout, the broker decides the
-// order.
+// order. If the connection breaks before a message got through, the next channel has the small
+// prefetch, too.
 //
 // If nothing holds the source when Consume closes the channel, its handlers or [WithLimiter] are
 // too slow for the prefetch, and Consume halves the prefetch. The prefetch grows again when the
@@ -115,7 +116,7 @@ func Consume(ctx context.Context, g *guard.Guard, dialer Dialer, queue string, h
 		case !p.wait(ctx):
 			return nil
 		}
-		parked = again == epochParked
+		parked = again == epochParked || again == epochReplaced && c.probing
 	}
 }
 
@@ -138,6 +139,7 @@ type consumer struct {
 	full     int  // the configured prefetch
 	prefetch int  // the prefetch of the next channel: lower while handlers are slow or messages large
 	tired    bool // a message has used half of its deliveries, so channels that probe take one message; see forward
+	probing  bool // the latest epoch ended narrow: no message has got through since the hold began
 	handle   func(context.Context, amqp091.Delivery) error
 	rejects  *rejects
 	link     *link

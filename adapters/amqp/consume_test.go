@@ -310,6 +310,69 @@ func TestHoldBeyondTheDeliveryLimit(t *testing.T) {
 	})
 }
 
+// A connection that breaks in a long hold does not bring the whole prefetch back: most messages
+// would be at their last delivery then.
+func TestABrokenConnectionInALongHold(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		for _, limit := range []int{1, 4} {
+			t.Run(strconv.Itoa(limit), func(t *testing.T) {
+				t.Parallel()
+				r := newRig(t, s, Quorum, amqp091.Table{"x-delivery-limit": int64(limit)})
+				letters := r.deadLetters(Classic)
+				g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{
+					Timeout: 500 * time.Millisecond, Ramp: guard.Ramp{Off: true}, Breaker: breaker.Config{Base: 200 * time.Millisecond, Cap: time.Second},
+				}})
+				const n = 20
+				var l lines
+				var rec record
+				var times atomic.Int64 // the most deliveries of a message that was handled
+				rec.down.Store(true)
+				r.publish(0, n)
+				c := r.consumeBy(l.dialer(r.url()), g, func(ctx context.Context, d amqp091.Delivery) error {
+					times.Store(max(times.Load(), int64(deliveries(d.Headers)))) // one call at a time
+					if err := rec.handle(ctx, d); err != nil {
+						return guard.Unavailable(err)
+					}
+					return nil
+				}, WithPrefetch(100), WithConsumerTimeout(5*time.Second), WithDeliveryLimit(limit), WithDeadLetters(letters))
+				died := func() int {
+					ds, err := r.get(letters.cfg.Queue)
+					if err != nil {
+						t.Error(err)
+					}
+					return len(ds)
+				}
+				// With limit 1 the second channel takes one message, since that is its last delivery. With
+				// limit 4 the third takes all: only then are half of the deliveries used.
+				few := int64(limit+1) / 2
+				adaptertest.Eventually(t, "a message has used more than half of its deliveries", func() bool { return times.Load() > few })
+				before := len(l.books().prefetch)
+				l.cut()
+				adaptertest.Eventually(t, "the channel is opened again", func() bool { return len(l.books().prefetch) > before })
+				dropped := 0
+				if limit == 1 {
+					dropped = 1 // the message that was out at the cut
+					adaptertest.Eventually(t, "two more channels had a last delivery", func() bool { return died() >= 2 })
+				}
+				dead, p := died(), l.books().prefetch
+				if slices.Max(p[before:]) != 1 || dead >= len(p) { // one of each channel but the first
+					t.Errorf("%d dead letters, prefetches %d, the connection broke after %d", dead, p, before)
+				}
+				rec.down.Store(false)
+				adaptertest.Eventually(t, "nothing is left", func() bool { return rec.distinct()+died() >= n-dropped })
+				if err := errors.Join(c.Stop(t), l.check()); err != nil {
+					t.Fatal(err)
+				}
+				if dead := died(); dead >= len(l.books().prefetch) || rec.twice() > 0 {
+					t.Errorf("%d handled, %d dead letters of %d; %d twice", rec.distinct(), dead, n, rec.twice())
+				}
+				t.Logf("%d of %d handled, %d dead letters, prefetches %d", rec.distinct(), n, died(), l.books().prefetch)
+			})
+		}
+	})
+}
+
 // A message at its last delivery whose letter the source could not write is rescued by the
 // stop; if that cannot write it either, nobody is told that it comes again.
 func TestStopAtTheLastDelivery(t *testing.T) {

@@ -22,7 +22,7 @@ type outcome int
 
 const (
 	epochStopped  outcome = iota // ctx or the source ended, or there was an error
-	epochReplaced                // the channel broke, or its prefetch changes: the next epoch begins at once
+	epochReplaced                // the channel broke, or its prefetch changes: the next epoch begins at once, unless consumer.probing
 	epochParked                  // a delivery was held too long: the next epoch waits until the source would admit a message
 )
 
@@ -104,6 +104,9 @@ func (c *consumer) epoch(ctx context.Context, parked bool) (outcome, error) {
 		_ = e.src.Run(context.WithoutCancel(ctx), e.in)
 	}()
 	how, err := e.run(ctx)
+	if c.probing = e.narrow; e.narrow {
+		c.tired = c.tired || e.worn.Load()
+	}
 	if err == nil && how == epochReplaced && e.src.State().Ended {
 		how = epochStopped
 	}

@@ -19,7 +19,8 @@ import (
 //	nothing holds it, and a message got through ── widen ──▶ the whole prefetch, at a ramp
 //
 // Each narrow epoch that fails costs all its messages a delivery. When a message has used half of
-// its deliveries that way, the next narrow epochs have a prefetch of 1.
+// its deliveries that way, the next narrow epochs have a prefetch of 1. If the channel of a narrow
+// epoch breaks, the next epoch is narrow, too: its messages may have no delivery to spare.
 
 // park ends an epoch in which a delivery was unsettled for half of the consumer timeout. If nothing
 // holds the source, its handlers are too slow for the prefetch, or its rate limit is too low. Then
