@@ -98,8 +98,9 @@ func (c DLQConfig) command() string {
 // [DLQ.Write] returns nil once the broker has taken responsibility: the message is persistent, was
 // confirmed, and was not returned as unroutable. A dead letter has the message's body, headers and
 // properties, the headers of the dialect, and [dlq.Record.ID] as its message-id. It has no
-// expiration, which would end it, and no user-id, which the broker would check. RabbitMQ does not
-// recognise copies: a letter whose confirmation was lost is there twice, with one ID. A stream
+// expiration, which would end it, and no user-id, which the broker would check. The headers CC and
+// BCC of a message from another broker are renamed kept-CC and kept-BCC: RabbitMQ would route by
+// them. RabbitMQ does not recognise copies: a letter whose confirmation was lost is there twice, with one ID. A stream
 // keeps no lists and tables in headers: they are lost.
 //
 // While it is connected, DLQ owns two goroutines beside those of the client. [DLQ.Close] ends them.
@@ -282,6 +283,7 @@ func (d *DLQ) message(r *dlq.Record) (*amqp091.Publishing, error) {
 		Headers: toTable(headers), Body: r.Body, DeliveryMode: amqp091.Persistent, MessageId: r.ID(), Timestamp: r.Timestamp,
 	}
 	toProperties(m, r.Properties)
+	renameRouting(m.Headers)
 	if name, ok := longName(m.Headers); ok {
 		return nil, fmt.Errorf("amqp: dead letter %s: %w: a header's name has %d bytes, AMQP carries %d", r.ID(), dlq.ErrRefused, len(name), maxShort)
 	}

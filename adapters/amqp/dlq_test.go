@@ -108,6 +108,42 @@ func TestDLQRoundTrip(t *testing.T) {
 	})
 }
 
+// RabbitMQ routes by CC and BCC, and refuses a message in which they are no lists. A message of
+// another broker may have headers of these names. Its letter is written all the same.
+func TestRoutingHeadersFromElsewhere(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		r := newRig(t, s, Classic, nil)
+		d := r.deadLetters(Quorum)
+		rec := letter()
+		rec.Origin = dlq.Origin{System: "kafka", Source: "orders", Group: "billing", HasPartition: true, Offset: 7, HasOffset: true}
+		rec.Headers = []dlq.Header{{Name: "BCC", Value: []any{r.queue}}, {Name: "CC", Value: []byte("x")}, {Name: "cc", Value: "y"}}
+		if err := d.Write(adaptertest.Context(t), rec); err != nil {
+			t.Fatal(err)
+		}
+		rec.Headers = append(rec.Headers, dlq.Header{Name: "kept-CC", Value: "of an earlier death"})
+		if err := d.Write(adaptertest.Context(t), rec); err != nil {
+			t.Fatal(err)
+		}
+		for i, m := range r.readAll(d.cfg.Queue, Quorum, 2) {
+			got, err := ReadDeadLetter(m)
+			if err != nil {
+				t.Error(err)
+			}
+			want := []dlq.Header{{Name: "cc", Value: "y"}, {Name: "kept-BCC", Value: []any{r.queue}}, {Name: "kept-CC", Value: []byte("x")}}
+			if i == 1 {
+				want[2].Value = "of an earlier death"
+			}
+			if !reflect.DeepEqual(got.Headers, want) {
+				t.Errorf("letter %d has headers %v, want %v", i, got.Headers, want)
+			}
+		}
+		if n, err := r.ready(); err != nil || n > 0 {
+			t.Errorf("%d copies: %v", n, err)
+		}
+	})
+}
+
 // readAll reads n messages of a queue or stream, from the beginning.
 func (r *rig) readAll(queue string, kind Kind, n int) (out []amqp091.Delivery) {
 	r.t.Helper()

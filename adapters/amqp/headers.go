@@ -70,6 +70,26 @@ func toTable(headers []dlq.Header) amqp091.Table {
 	return t
 }
 
+// keptPrefix begins the new name of a header that renameRouting renames.
+const keptPrefix = "kept-"
+
+// renameRouting renames the headers CC and BCC, which [dlq.Encode] leaves out only of messages from
+// RabbitMQ. RabbitMQ sends a copy to each queue that a list in them names. With any other value it
+// refuses the message and closes the channel. If an earlier death has kept a header, that one
+// stays.
+func renameRouting(t amqp091.Table) {
+	for _, name := range []string{"CC", "BCC"} {
+		v, ok := t[name]
+		if !ok {
+			continue
+		}
+		delete(t, name)
+		if _, before := t[keptPrefix+name]; !before {
+			t[keptPrefix+name] = v
+		}
+	}
+}
+
 func toField(v any) any {
 	switch v := v.(type) {
 	case map[string]any:
