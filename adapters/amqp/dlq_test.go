@@ -414,8 +414,8 @@ func TestWriteReturnsWithItsContext(t *testing.T) {
 	}
 }
 
-// A letter whose confirmation is late is not published twice; another of the
-// same ID is another letter, and so is one that cannot be told from it.
+// A letter whose confirmation is late is not published twice, also if its message never failed.
+// Another of the same ID is another letter, and so is one that cannot be told from it.
 func TestALateConfirmationMakesNoTwin(t *testing.T) {
 	t.Parallel()
 	s := shared(t, brokers.RabbitMQ4)
@@ -439,12 +439,17 @@ func TestALateConfirmationMakesNoTwin(t *testing.T) {
 		rec.FirstFailed, rec.LastFailed = time.Unix(at, 1), time.Unix(at, 2)
 		return rec
 	}
-	unknown := letter()
-	unknown.FirstFailed = time.Unix(1, 1)
+	unknown := func() *dlq.Record { // one of two times is as good as none
+		rec := letter()
+		rec.FirstFailed = time.Unix(1, 1)
+		return rec
+	}
+	same, empty := unknown(), unknown()
+	empty.Body = nil
 	for _, c := range []struct {
 		late, then *dlq.Record
 		letters    int
-	}{{failed(1), failed(1), 1}, {failed(1), failed(2), 2}, {unknown, unknown, 2}} {
+	}{{failed(1), failed(1), 1}, {failed(1), failed(2), 2}, {same, same, 1}, {unknown(), unknown(), 2}, {empty, empty, 2}} {
 		f.frozen.Store(true)
 		if err = d.Write(newOutlived(), c.late); !errors.Is(err, context.Canceled) {
 			t.Fatal(err)
