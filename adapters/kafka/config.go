@@ -236,8 +236,9 @@ func (o *options) settingsOf(g *guard.Guard, s sarama.ConsumerGroupSession) (set
 // over, the program stops, whatever the cause: signal.NotifyContext puts the signal there, and a
 // program may put its own cause. ConsumerGroup.Close ends only the session's context, without a
 // cause. So does a cooperative member that fails to join again: the context does not tell the two
-// apart. The handlers of such a member then have [WithStopTimeout]. For that long they may run
-// beside the partitions' next owners, but never longer than a revoke may take.
+// apart, so stopped asks stopping only if it cannot see a Close. The handlers of such a member
+// then have [WithStopTimeout]. For that long they may run beside the partitions' next owners, but
+// never longer than a revoke may take.
 func stopping(ctx context.Context) bool {
 	if given := parentOf(ctx); given != nil && given.Err() != nil {
 		return true

@@ -34,11 +34,12 @@ import (
 //
 // A claim ends with its session, its partition's revoke, its Messages, or its source. Held
 // messages are then dropped, unmarked, and the partition's next owner reads them again. In a
-// rebalance a running handler has a second, and is then cancelled; if the group has gone on
-// without this member, at once. When the program stops, the handler has [WithStopTimeout] to end.
-// If a handler outlives that, or in a rebalance the rebalance timeout (less a margin for the last
-// commit), the claim ends with an error that counts the messages left and describes the oldest.
-// The error goes to the group's Errors.
+// rebalance a running handler has a second, and is then cancelled. The same holds for a cooperative
+// member that fails to join again. If a heartbeat tells that the group has gone on without this
+// member, the handler is cancelled at once. When the program stops, the handler has
+// [WithStopTimeout] to end. If a handler outlives that, or in a rebalance the rebalance timeout
+// (less a margin for the last commit), the claim ends with an error that counts the messages left
+// and describes the oldest. The error goes to the group's Errors.
 func Wrap(g *guard.Guard, handle func(context.Context, *sarama.ConsumerMessage) error, opts ...Option) sarama.ConsumerGroupHandler {
 	h := newHandler(g, opts)
 	h.handle = handle
