@@ -19,7 +19,7 @@ import (
 func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
 	ss.leave(c.name)
 	src, err := openClaim(ss, c.name, revoked, func() (*guard.Source[*sarama.ConsumerMessage], error) {
-		return guard.Open(ss.h.g, ss.sourceConfig(c), limits(ss.set.config), guard.Port[*sarama.ConsumerMessage](c), ss.guarded(revoked))
+		return guard.Open(ss.h.g, ss.sourceConfig(c), limits(ss.set.config), guard.Port[*sarama.ConsumerMessage](c), c.noting(ss.guarded(revoked)))
 	})
 	if src == nil {
 		return err

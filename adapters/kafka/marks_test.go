@@ -290,6 +290,89 @@ func TestBeginningIsTheFirstMessage(t *testing.T) {
 	}
 }
 
+// A fetch may answer before the end of the log is read, with one message. It goes to the handler
+// without a word to the port: the beginning is not set above it all the same.
+func TestBeginningIsTheMessageWithTheHandler(t *testing.T) {
+	for name, wrap := range map[string]func(*guard.Guard, func(context.Context, *sarama.ConsumerMessage) error) sarama.ConsumerGroupHandler{
+		"function": func(g *guard.Guard, handle func(context.Context, *sarama.ConsumerMessage) error) sarama.ConsumerGroupHandler {
+			return Wrap(g, handle, WithConfig(testConfig()))
+		},
+		"passive": func(g *guard.Guard, handle func(context.Context, *sarama.ConsumerMessage) error) sarama.ConsumerGroupHandler {
+			return WrapHandler(g, marking{handle, false}, WithConfig(testConfig()))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				begun, finish := make(chan struct{}), make(chan struct{})
+				h := wrap(adaptertest.Guard(t, guard.Config{}), func(context.Context, *sarama.ConsumerMessage) error {
+					close(begun)
+					<-finish
+					return nil
+				})
+				s, end := setup(t, h)
+				c := newestClaim{newFakeClaim(), 8}
+				c.publish(7, 8)
+				var running sync.WaitGroup
+				running.Go(func() { _ = h.ConsumeClaim(s, c) })
+				<-begun
+				time.Sleep(3 * markEvery)
+				synctest.Wait()
+				if n := s.marked.Load(); n != 7 {
+					t.Errorf("committed is %d, and 7 is with the handler", n)
+				}
+				close(finish)
+				time.Sleep(2 * markEvery)
+				synctest.Wait()
+				if n := s.marked.Load(); n != 8 {
+					t.Errorf("committed is %d, and 7 is handled", n)
+				}
+				end(errors.New("rebalance"))
+				running.Wait()
+			})
+		})
+	}
+}
+
+// newestClaim is a claim that sarama has begun at the log's end.
+type newestClaim struct {
+	*fakeClaim
+
+	end int64 // the log's end after the first fetch
+}
+
+func (newestClaim) InitialOffset() int64         { return sarama.OffsetNewest }
+func (c newestClaim) HighWaterMarkOffset() int64 { return c.end }
+
+// What comes out of the spill first is acked already. It is not the claim's beginning, and nothing
+// waits for its ack.
+func TestBeginningIsNoSpilledMessage(t *testing.T) {
+	t.Parallel()
+	c := &claim{topic: "t", initial: sarama.OffsetNewest, start: 101, begun: -1, marks: offsets.New(), commitSoon: func() {}, session: &markSession{}}
+	s := c.session.(*markSession)
+	handle := c.noting(nothing)
+	head, body, err := (&claim{}).Spill(&sarama.ConsumerMessage{Topic: "t", Offset: 50})
+	if err != nil {
+		t.Fatal(err)
+	}
+	spilled, err := c.Unspill(head, body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = handle(t.Context(), spilled)
+	if c.mark(); s.offset != 101 {
+		t.Errorf("committed is %d, want the log's end", s.offset)
+	}
+	m := &sarama.ConsumerMessage{Topic: "t", Offset: 100}
+	_ = handle(t.Context(), m)
+	if c.mark(); s.offset != 100 {
+		t.Errorf("committed is %d, and 100 is with the handler", s.offset)
+	}
+	_ = c.Ack(m)
+	if c.mark(); s.offset != 101 {
+		t.Errorf("committed is %d, and 100 is handled", s.offset)
+	}
+}
+
 // A claim that begins anew at an empty log, as after the topic was made anew, begins at 0: that is
 // known without a message.
 func TestBeginningOfAnEmptyLog(t *testing.T) {

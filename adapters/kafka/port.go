@@ -4,6 +4,7 @@
 package guardkafka
 
 import (
+	"context"
 	"encoding/binary"
 	"errors"
 	"hash/maphash"
@@ -42,6 +43,8 @@ type claim struct {
 	asked      *askedPauses
 	end        atomic.Int64 // the log's end at the last look; -1 unknown
 	spilledAt  atomic.Int64 // when the latest message was spilled, Unix nanoseconds; 0 never
+	unspilled  atomic.Int64 // the offset after the highest that came out of the spill; 0 for none
+	noted      atomic.Bool  // see noting
 	commitSoon func()       // asks for a commit of the marks soon
 	refused    atomic.Bool  // the last look found commits behind, and Flush has not reported it yet
 
@@ -72,6 +75,26 @@ func newClaim(s *session, c sarama.ConsumerGroupClaim) *claim {
 		p.start = end
 	}
 	return p
+}
+
+// noting returns handle for the messages of this claim. If the claim does not continue at its
+// group's committed offset, the returned function first announces the claim's first message to the
+// tracker. Size does not: the guard calls handle on the closed path without it. Until a mark, the
+// claim's beginning depends on that message, since start may have been read one fetch later.
+//
+// Messages of an earlier claim may come out of the spill first. They are acked already, so nobody
+// would settle them.
+func (c *claim) noting(handle func(context.Context, *sarama.ConsumerMessage) error) func(context.Context, *sarama.ConsumerMessage) error {
+	if c.initial >= 0 {
+		return handle
+	}
+	return func(ctx context.Context, m *sarama.ConsumerMessage) error {
+		if !c.noted.Load() && m.Offset >= c.unspilled.Load() {
+			c.marks.Deliver(m.Offset)
+			c.noted.Store(true)
+		}
+		return handle(ctx, m)
+	}
 }
 
 // Lane is the hash of the key. Messages without a key have no order among each other, as in Kafka

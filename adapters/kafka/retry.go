@@ -143,7 +143,7 @@ func (ss *session) consumeParking(c *claim, revoked <-chan struct{}) error {
 		return nil // the claim is over before it began
 	}
 	src, err := openClaim(ss, c.name, revoked, func() (*guard.Source[*sarama.ConsumerMessage], error) {
-		return guard.Open(ss.h.g, ss.sourceConfig(c), limits(ss.set.config), guard.Port[*sarama.ConsumerMessage](parkingPort{c, parked}), parked.Handler(ss.guarded(revoked)))
+		return guard.Open(ss.h.g, ss.sourceConfig(c), limits(ss.set.config), guard.Port[*sarama.ConsumerMessage](parkingPort{c, parked}), c.noting(parked.Handler(ss.guarded(revoked))))
 	})
 	if src == nil {
 		return err

@@ -68,6 +68,7 @@ func (c *claim) Unspill(head, body []byte) (*sarama.ConsumerMessage, error) {
 	if err := json.Unmarshal(head, &h); err != nil {
 		return nil, fmt.Errorf("kafka: a message in the spill: %w", err)
 	}
+	c.unspilled.Store(max(c.unspilled.Load(), h.Offset+1)) // the guard reads the spill in one goroutine at a time
 	if h.Tombstone {
 		body = nil
 	}
