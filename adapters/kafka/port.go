@@ -52,6 +52,7 @@ type claim struct {
 	marked  bool       // the session got a mark of settled messages or a reset; under marking
 	begun   int64      // the beginning that the session was told; -1 for none; under marking
 	due     int64      // mark of settled messages at which a commit is asked for; under marking
+	seen    int64      // the mark at the watch's last look; -1 for none, or after a reset; under marking
 }
 
 var (
@@ -70,7 +71,7 @@ func newClaim(s *session, c sarama.ConsumerGroupClaim) *claim {
 		key: s.h.opts.key, seed: seed, native: c, session: s.native, commitSoon: s.commitSoon, marks: offsets.New(), asked: askedPausesOf(c),
 	}
 	p.end.Store(-1)
-	p.start, p.begun, p.due = -1, -1, max(0, p.initial)+mostMarked
+	p.start, p.begun, p.seen, p.due = -1, -1, -1, max(0, p.initial)+mostMarked
 	if end := c.HighWaterMarkOffset(); p.initial == sarama.OffsetNewest || p.initial == sarama.OffsetOldest && end == 0 {
 		p.start = end
 	}
@@ -239,8 +240,18 @@ func (c *claim) rewind(offset int64, metadata string) {
 	c.marking.Lock()
 	defer c.marking.Unlock()
 	c.marks.Rewound()
-	c.marked, c.due = true, min(c.due, offset+mostMarked)
+	c.marked, c.seen, c.due = true, -1, min(c.due, offset+mostMarked)
 	c.session.ResetOffset(c.topic, c.partition, offset, metadata)
+}
+
+// look returns the mark at the watch's last look, -1 if there is nothing that must be committed by
+// now, and notes the present mark.
+func (c *claim) look() (before int64) {
+	c.marking.Lock()
+	defer c.marking.Unlock()
+	before = c.seen
+	_, c.seen = c.marks.Position()
+	return before
 }
 
 // Lag is the log's end at the last look, minus the settled position; -1 if unknown.

@@ -245,7 +245,7 @@ func (ss *session) watch() {
 	ctx, cancel := context.WithCancel(context.Background())
 	ss.cancel = cancel
 	go func() {
-		w := watcher{ss: ss, behind: make(map[place]bool), marked: make(map[place]int64), silent: make(map[place]int)}
+		w := newWatcher(ss)
 		every := ss.h.opts.lookEvery
 		if a := ss.set.config.Consumer.Offsets.AutoCommit; a.Enable {
 			every = max(every, 2*a.Interval) // marks of one look are committed at the next
@@ -269,12 +269,15 @@ func (ss *session) stop() { ss.cancel() }
 // watcher is what the watch remembers from one look to the next.
 type watcher struct {
 	ss     *session
-	marked map[place]int64 // marks at the last look
-	behind map[place]bool  // partitions whose commits are behind their marks
-	silent map[place]int   // looks in a row that the broker has not answered
+	behind map[place]bool // partitions whose commits are behind their marks
+	silent map[place]int  // looks in a row that the broker has not answered
 
 	learned   bool // the group has told this member's topics
 	unlearned int  // looks at which the group did not tell them
+}
+
+func newWatcher(ss *session) *watcher {
+	return &watcher{ss: ss, behind: make(map[place]bool), silent: make(map[place]int)}
 }
 
 const silentLooks = 2 // looks before the warning: a partition's leader may move
@@ -299,10 +302,8 @@ func (w *watcher) look() {
 	committed, err := w.ss.committed(parts)
 	for _, c := range claims {
 		at := place{c.topic, c.partition}
-		before, known := w.marked[at]
-		_, now := c.marks.Position()
-		w.marked[at] = now
-		if !known || before < 0 {
+		before := c.look()
+		if before < 0 {
 			continue
 		}
 		is := err != nil || committed(at) < before

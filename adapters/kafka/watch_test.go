@@ -266,6 +266,89 @@ func TestCommitsThatAreNotDueAreNoNews(t *testing.T) {
 	}
 }
 
+// After a reset by the program, what was marked before need not be committed.
+func TestResetIsNoCommitThatFails(t *testing.T) {
+	t.Parallel()
+	r, fake := newFakeRig(t)
+	asked := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.OffsetFetch}, Observe: true, Count: -1})
+	sessions := make(chan sarama.ConsumerGroupSession, 1)
+	g := adaptertest.Guard(t, guard.Config{})
+	var own logged
+	cfg := testConfig()
+	cfg.Consumer.Offsets.AutoCommit.Interval = 500 * time.Millisecond // looked at each second
+	m := r.join(cfg, WrapHandler(g, rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+		sessions <- s
+		for m := range c.Messages() {
+			s.MarkMessage(m, "")
+		}
+		return nil
+	}}, WithLogger(slog.New(slog.NewTextHandler(&own, nil))), func(o *options) { o.lookEvery = 100 * time.Millisecond }))
+	looks := func(n int) { // a look asks once; of n looks, the last may be under way
+		t.Helper()
+		before := asked.Hits()
+		adaptertest.Eventually(t, "the watch looks", func() bool { return asked.Hits() >= before+n })
+	}
+	s := <-sessions
+	r.publish(0, 10, nil, nil)
+	adaptertest.Eventually(t, "all is committed", func() bool { return r.committed(0) == 10 })
+	looks(2)
+	s.ResetOffset(r.topic, 0, 3, "")
+	adaptertest.Eventually(t, "the reset is committed", func() bool { return r.committed(0) == 3 })
+	looks(2)
+	r.publish(10, 11, nil, nil) // the loop marks again
+	adaptertest.Eventually(t, "that is committed", func() bool { return r.committed(0) == 11 })
+	looks(2)
+	n := adaptertest.Source(t, g, r.topic+"/0").State().Tally.AckFailures
+	m.stop()
+	if n > 0 || own.has("commits are behind") {
+		t.Errorf("%d acks failed: %s", n, own.buf.String())
+	}
+}
+
+// A reset and a new mark may come between two looks. The next look does not expect the mark of
+// before the reset to be committed; the one after it expects the new mark.
+func TestResetBetweenTwoLooks(t *testing.T) {
+	t.Parallel()
+	r, _ := newFakeRig(t)
+	var own logged
+	h := Wrap(adaptertest.Guard(t, guard.Config{}), nothing, WithLogger(slog.New(slog.NewTextHandler(&own, nil)))).(*handler)
+	ss := newSession(h, foreignSession{}, settings{client: r.client, config: testConfig(), group: r.group})
+	c := newClaim(ss, newFakeClaim())
+	c.session = &markSession{}
+	ss.add(c)
+	w := newWatcher(ss)
+	mark := func(offset int64) {
+		c.marks.Settle(offset, "")
+		c.mark()
+	}
+	look := func(behind bool, what string) {
+		t.Helper()
+		c.refused.Store(false)
+		if w.look(); c.refused.Load() != behind || own.has("commits are behind") != behind {
+			t.Errorf("%s: commits are behind: %t; %s", what, c.refused.Load(), own.buf.String())
+		}
+	}
+	mark(9)
+	r.commit(r.topic, 0, 10, "")
+	look(false, "the first")
+	look(false, "all is committed")
+	c.rewind(3, "")
+	r.commit(r.topic, 0, 3, "")
+	look(false, "after the reset")
+	look(false, "after the reset, again")
+	c.marks.Resumed()
+	mark(10)
+	r.commit(r.topic, 0, 11, "")
+	look(false, "marked again")
+	look(false, "that is committed")
+	c.rewind(3, "")
+	r.commit(r.topic, 0, 3, "")
+	c.marks.Resumed()
+	mark(11)
+	look(false, "a reset and a mark since the last")
+	look(true, "the new mark is not committed")
+}
+
 // A trace goes from the producer through the broker to the handler and into the
 // dead letter.
 func TestTraceReachesTheDeadLetter(t *testing.T) {

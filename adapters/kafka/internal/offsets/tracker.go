@@ -20,6 +20,7 @@ type Tracker struct {
 	last   int64       // the highest offset handed over, -1 for none
 	next   int64       // the offset after the settled prefix, -1 for none
 	marked int64       // the mark that Take returned last, -1 for none
+	given  int64       // marked, but -1 from a ResetOffset to the next mark
 	meta   string      // metadata of the mark at next
 	reset  bool        // ResetOffset was called: no mark until the user marks again
 }
@@ -31,7 +32,7 @@ type delivered struct {
 }
 
 // New makes a tracker to which nothing was handed over.
-func New() *Tracker { return &Tracker{last: -1, next: -1, marked: -1} }
+func New() *Tracker { return &Tracker{last: -1, next: -1, marked: -1, given: -1} }
 
 // Deliver announces a message that is not settled at once.
 func (t *Tracker) Deliver(offset int64) {
@@ -102,32 +103,34 @@ func (t *Tracker) Take() (offset int64, meta string, due bool) {
 	if t.reset || t.next <= t.marked {
 		return 0, "", false
 	}
-	t.marked = t.next
+	t.marked, t.given = t.next, t.next
 	return t.next, t.meta, true
 }
 
-// Rewound stops marks: the user has reset the offset.
-func (t *Tracker) Rewound() { t.setReset(true) }
-
-// Resumed lets marks go on.
-func (t *Tracker) Resumed() { t.setReset(false) }
-
-func (t *Tracker) setReset(reset bool) {
+// Rewound stops marks: the user has reset the offset. The group need not commit earlier marks.
+func (t *Tracker) Rewound() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.reset = reset
+	t.reset, t.given = true, -1
+}
+
+// Resumed lets marks go on.
+func (t *Tracker) Resumed() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.reset = false
 }
 
 // Position returns at, the offset of the oldest unsettled message. If all are settled, at is the
 // offset after the last one; -1 if nothing was handed over yet. given is the mark that Take
-// returned last, -1 for none.
+// returned last; -1 if there was none, or none since the user has reset the offset.
 func (t *Tracker) Position() (at, given int64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if len(t.queue) > 0 {
-		return t.queue[0].offset, t.marked
+		return t.queue[0].offset, t.given
 	}
-	return t.next, t.marked
+	return t.next, t.given
 }
 
 // Ahead is how many messages are settled after the oldest unsettled one.

@@ -94,8 +94,14 @@ func TestTrackerKeepsMetadataAndHeedsAReset(t *testing.T) {
 		t.Errorf("marked %d after a reset", o)
 	}
 	tr.Resumed()
+	if _, given := tr.Position(); given != -1 {
+		t.Errorf("the mark %d of before the reset is still to be committed", given)
+	}
 	if o, meta, due := tr.Take(); o != 10 || meta != "nine" || !due {
 		t.Errorf("%d %q %t", o, meta, due)
+	}
+	if _, given := tr.Position(); given != 10 {
+		t.Errorf("the last mark is %d", given)
 	}
 }
 
