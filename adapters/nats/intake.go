@@ -190,8 +190,8 @@ func (in *intake) waiting(dst []jetstream.Msg) []jetstream.Msg {
 // example because the consumer is gone. Messages that it has not handed over stay in the stash.
 func (in *intake) run(ctx context.Context) error {
 	for {
-		if !in.awaitRoom(ctx) {
-			return nil
+		if room, err := in.awaitRoom(ctx); !room {
+			return err
 		}
 		if err := in.once(ctx); err != nil {
 			return err
@@ -201,12 +201,15 @@ func (in *intake) run(ctx context.Context) error {
 
 // awaitRoom moves the stash to the feed and waits until the source has room. It returns false
 // if ctx ends first, or if the feed is closed. Nothing is delivered meanwhile, so it asks the
-// server for the lag.
-func (in *intake) awaitRoom(ctx context.Context) bool {
+// server for the lag. It returns an error if the consumer or the connection is gone for good:
+// the hold may last forever, and the server gives the held messages to others.
+func (in *intake) awaitRoom(ctx context.Context) (bool, error) {
 	look := time.Now().Add(in.lagEvery)
 	for ctx.Err() == nil {
 		if !time.Now().Before(look) {
-			in.askLag(ctx)
+			if err := in.askLag(ctx); err != nil {
+				return false, err
+			}
 			look = time.Now().Add(in.lagEvery)
 		}
 		in.mu.Lock()
@@ -228,10 +231,10 @@ func (in *intake) awaitRoom(ctx context.Context) bool {
 				in.dropLocked(1)
 				in.mu.Unlock()
 			} else if errors.Is(err, guard.ErrClosed) {
-				return false
+				return false, nil
 			}
 		case room:
-			return true
+			return true, nil
 		default:
 			wait, cancel := context.WithDeadline(ctx, look)
 			select {
@@ -241,20 +244,28 @@ func (in *intake) awaitRoom(ctx context.Context) bool {
 			cancel()
 		}
 	}
-	return false
+	return false, nil
 }
 
 // askLag asks the server how many messages are behind. Without an answer the previous one
-// stays.
-func (in *intake) askLag(ctx context.Context) {
+// stays. It returns an error if the consumer or the connection is gone for good.
+func (in *intake) askLag(ctx context.Context) error {
+	if err := in.connEnded(); err != nil {
+		return err
+	}
 	if in.sayAway() {
-		return
+		return nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, lagTimeout)
-	defer cancel()
-	if info, err := in.consumer.Info(ctx); err == nil {
+	ask, cancel := context.WithTimeout(ctx, lagTimeout)
+	info, err := in.consumer.Info(ask)
+	cancel()
+	switch {
+	case err == nil:
 		in.port.isBehind(info.NumPending)
+	case connectionEnded(err), errors.Is(err, jetstream.ErrConsumerNotFound), errors.Is(err, jetstream.ErrStreamNotFound):
+		return in.examine(ctx, err)
 	}
+	return nil
 }
 
 // once opens a pull and waits for its end. It returns nil if another pull may follow.
@@ -347,14 +358,22 @@ func (in *intake) connected(ctx context.Context) error {
 	look := time.NewTicker(connectedPoll)
 	defer look.Stop()
 	for in.sayAway() {
-		if in.conn.IsClosed() || in.conn.IsDraining() {
-			return fmt.Errorf("%w: consumer %s", ErrConnectionClosed, in.name)
+		if err := in.connEnded(); err != nil {
+			return err
 		}
 		select {
 		case <-look.C:
 		case <-ctx.Done():
 			return nil
 		}
+	}
+	return nil
+}
+
+// connEnded returns an error if the connection has ended for good, or drains.
+func (in *intake) connEnded() error {
+	if in.conn != nil && (in.conn.IsClosed() || in.conn.IsDraining()) {
+		return fmt.Errorf("%w: consumer %s", ErrConnectionClosed, in.name)
 	}
 	return nil
 }

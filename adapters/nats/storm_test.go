@@ -398,26 +398,44 @@ func TestDeletedConsumerIsGone(t *testing.T) {
 	}
 }
 
-// A consumer that is deleted while it is held is noticed when it is pulled again.
+// holds are the ways in which a hold goes on after the consumer or its connection is gone:
+// either it ends, and the next pull fails, or it lasts.
+var holds = map[string]struct {
+	ends bool
+	opt  Option
+}{
+	"the hold ends":  {true, func(*options) {}},
+	"the hold lasts": {false, func(o *options) { o.lagEvery = 20 * time.Millisecond }},
+}
+
+// A consumer that is deleted while it is held is noticed when it is pulled again, and also if
+// the hold does not end: an operator's force has no end.
 func TestConsumerDeletedDuringAHold(t *testing.T) {
 	t.Parallel()
-	r := newRig(t, jetstream.ConsumerConfig{AckWait: 600 * time.Millisecond, MaxAckPending: 10})
-	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
-	c := consume(t, g, r.consumer, func(context.Context, jetstream.Msg) error { return nil })
-	src := adaptertest.Source(t, g, "S/C")
-	if err := src.ForceOpen(0); err != nil {
-		t.Fatal(err)
-	}
-	r.publish(t, subject, 0, 20)
-	adaptertest.Eventually(t, "the pull is closed", func() bool { return src.State().Room == 0 && r.info(t).NumWaiting == 0 })
-	if err := r.stream.DeleteConsumer(adaptertest.Context(t), "C"); err != nil {
-		t.Fatal(err)
-	}
-	if err := src.ForceClosed(); err != nil {
-		t.Fatal(err)
-	}
-	if err := c.Wait(t); !errors.Is(err, ErrConsumerGone) {
-		t.Fatal(err)
+	for name, hold := range holds {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, jetstream.ConsumerConfig{AckWait: 600 * time.Millisecond, MaxAckPending: 10})
+			g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
+			c := consume(t, g, r.consumer, func(context.Context, jetstream.Msg) error { return nil }, hold.opt)
+			src := adaptertest.Source(t, g, "S/C")
+			if err := src.ForceOpen(0); err != nil {
+				t.Fatal(err)
+			}
+			r.publish(t, subject, 0, 20)
+			adaptertest.Eventually(t, "the pull is closed", func() bool { return src.State().Room == 0 && r.info(t).NumWaiting == 0 })
+			if err := r.stream.DeleteConsumer(adaptertest.Context(t), "C"); err != nil {
+				t.Fatal(err)
+			}
+			if hold.ends {
+				if err := src.ForceClosed(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := c.Wait(t); !errors.Is(err, ErrConsumerGone) {
+				t.Fatal(err)
+			}
+		})
 	}
 }
 
@@ -459,34 +477,38 @@ func TestConnectionClosedDuringAHold(t *testing.T) {
 		"closed":  func(nc *nats.Conn) { nc.Close() },
 		"drained": func(nc *nats.Conn) { _ = nc.Drain() },
 	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			r := newRig(t, jetstream.ConsumerConfig{AckWait: 600 * time.Millisecond, MaxAckPending: 10})
-			nc := r.connect()
-			js, err := jetstream.New(nc)
-			if err != nil {
-				t.Fatal(err)
-			}
-			own, err := js.Consumer(adaptertest.Context(t), "S", "C")
-			if err != nil {
-				t.Fatal(err)
-			}
-			g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
-			c := consume(t, g, own, func(context.Context, jetstream.Msg) error { return nil })
-			src := adaptertest.Source(t, g, "S/C")
-			if err := src.ForceOpen(0); err != nil {
-				t.Fatal(err)
-			}
-			r.publish(t, subject, 0, 20)
-			adaptertest.Eventually(t, "the pull is closed", func() bool { return src.State().Room == 0 && r.info(t).NumWaiting == 0 })
-			end(nc)
-			if err := src.ForceClosed(); err != nil {
-				t.Fatal(err)
-			}
-			if err := c.Wait(t); !errors.Is(err, ErrConnectionClosed) {
-				t.Fatal(err)
-			}
-		})
+		for which, hold := range holds {
+			t.Run(name+", "+which, func(t *testing.T) {
+				t.Parallel()
+				r := newRig(t, jetstream.ConsumerConfig{AckWait: 600 * time.Millisecond, MaxAckPending: 10})
+				nc := r.connect()
+				js, err := jetstream.New(nc)
+				if err != nil {
+					t.Fatal(err)
+				}
+				own, err := js.Consumer(adaptertest.Context(t), "S", "C")
+				if err != nil {
+					t.Fatal(err)
+				}
+				g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
+				c := consume(t, g, own, func(context.Context, jetstream.Msg) error { return nil }, hold.opt)
+				src := adaptertest.Source(t, g, "S/C")
+				if err := src.ForceOpen(0); err != nil {
+					t.Fatal(err)
+				}
+				r.publish(t, subject, 0, 20)
+				adaptertest.Eventually(t, "the pull is closed", func() bool { return src.State().Room == 0 && r.info(t).NumWaiting == 0 })
+				end(nc)
+				if hold.ends {
+					if err := src.ForceClosed(); err != nil {
+						t.Fatal(err)
+					}
+				}
+				if err := c.Wait(t); !errors.Is(err, ErrConnectionClosed) {
+					t.Fatal(err)
+				}
+			})
+		}
 	}
 }
 
