@@ -58,7 +58,8 @@ import (
 // again after their AckWait.
 //
 // If the program reads nothing for a minute (or for an AckWait if that is longer), held
-// messages come again, here or in another process. A line at WARN says so.
+// messages come again, here or in another process. A line at WARN says so. Messages reads only
+// during a call of its Next, and while the program has an unsettled message.
 //
 // An ordered consumer, or a consumer without explicit acks, is an [ErrUnsuitable]. Each call
 // of Consume or Messages starts one or two goroutines, which end when it is stopped.
@@ -241,7 +242,7 @@ type passivePort struct {
 
 	unreadFor time.Duration // time without a reader until held messages are left to the server
 	born      time.Time
-	reading   atomic.Int32 // calls that hand out messages, and unsettled messages of the program
+	reading   atomic.Int32 // calls that hand out messages (of an iterator: Next), and unsettled messages of the program
 	read      atomic.Int64 // when reading last went down, since born
 	lapse     atomic.Bool  // the warning was logged, and nobody has read since
 
@@ -429,17 +430,13 @@ func (w *wrapped) overdue(moved time.Time) bool {
 	return true
 }
 
-// reads counts a Consume or an iterator as a reader, until the caller calls done. With an
-// order it logs once if there is another pull.
+// reads counts a Consume or an iterator as an open pull, until the caller calls done. With an
+// order it logs once if there is another pull. An open iterator does not read: its Next does.
 func (w *wrapped) reads() (done func()) {
 	if w.readers.Add(1) > 1 || len(w.pulls.turn) > 0 {
 		w.saySeveral()
 	}
-	end := w.port.begin()
-	return sync.OnceFunc(func() {
-		end()
-		w.readers.Add(-1)
-	})
+	return sync.OnceFunc(func() { w.readers.Add(-1) })
 }
 
 func (w *wrapped) saySeveral() {
@@ -460,7 +457,7 @@ func (w *wrapped) Consume(handler jetstream.MessageHandler, opts ...jetstream.Pu
 	ctx, stop := context.WithCancel(context.Background())
 	offering, unoffer := context.WithCancel(ctx)
 	c := &wrappedConsume{stop: stop, unoffer: unoffer, closed: make(chan struct{})}
-	read := w.reads()
+	done, end := w.reads(), w.port.begin()
 	var inner jetstream.ConsumeContext
 	opened := make(chan struct{})
 	inner, err := w.Consumer.Consume(func(m jetstream.Msg) {
@@ -471,14 +468,16 @@ func (w *wrapped) Consume(handler jetstream.MessageHandler, opts ...jetstream.Pu
 	}, opts...)
 	if err != nil {
 		stop()
-		read()
+		end()
+		done()
 		return nil, err
 	}
 	c.ConsumeContext = inner
 	close(opened)
 	go func() { // ends with Stop, Drain, the source or the pull
 		defer close(c.closed)
-		defer read()
+		defer done()
+		defer end()
 		w.pump(ctx.Done(), inner.Closed(), func(m jetstream.Msg) { handler(m) })
 		inner.Stop()
 	}()
@@ -557,7 +556,7 @@ func (w *wrapped) Messages(opts ...jetstream.PullMessagesOpt) (jetstream.Message
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	offering, unoffer := context.WithCancel(ctx)
-	return &iterator{w: w, inner: inner, ctx: ctx, stop: stop, offering: offering, unoffer: unoffer, read: w.reads()}, nil
+	return &iterator{w: w, inner: inner, ctx: ctx, stop: stop, offering: offering, unoffer: unoffer, done: w.reads()}, nil
 }
 
 // iterator is a wrapped MessagesContext. At most one goroutine asks the client for the next
@@ -567,7 +566,7 @@ type iterator struct {
 	inner jetstream.MessagesContext
 	ctx   context.Context //nolint:containedctx // until Stop
 	stop  context.CancelFunc
-	read  func()
+	done  func() // ends wrapped.reads
 
 	offering context.Context    //nolint:containedctx // until Stop or Drain
 	unoffer  context.CancelFunc // ends every wait for room
@@ -584,6 +583,8 @@ func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
 	}
 	it.next.Lock()
 	defer it.next.Unlock()
+	end := it.w.port.begin()
+	defer end()
 	var limit <-chan time.Time
 	if timeout > 0 {
 		timer := time.NewTimer(timeout)
@@ -638,7 +639,7 @@ func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
 			case err == nil:
 			case errors.Is(err, jetstream.ErrMsgIteratorClosed):
 				it.over = time.Now()
-				it.read()
+				it.done()
 			default:
 				return nil, err
 			}
@@ -684,7 +685,7 @@ func nextOptions(opts []jetstream.NextOpt) (timeout time.Duration, ctx context.C
 func (it *iterator) Stop() {
 	it.stop()
 	it.inner.Stop()
-	it.read()
+	it.done()
 }
 
 func (it *iterator) Drain() {

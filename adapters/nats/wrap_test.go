@@ -553,6 +553,80 @@ func TestWhatNobodyReadsGoesToOthers(t *testing.T) {
 	}
 }
 
+// iterate opens an iterator over a forced source that has a full window.
+func iterate(t *testing.T, r *rig, window int) (*wrapped, jetstream.MessagesContext) {
+	t.Helper()
+	r.publish(t, subject, 0, window)
+	w := wrap(t, adaptertest.Guard(t, guard.Config{}), r.consumer)
+	w.port.unreadFor = time.Second
+	if err := w.src.ForceOpen(0); err != nil {
+		t.Fatal(err)
+	}
+	it, err := w.Messages(jetstream.PullExpiry(5 * time.Second)) // an open pull takes its part of what comes again
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(it.Stop)
+	for w.src.Account().Unsettled() < window {
+		if _, err := it.Next(jetstream.NextMaxWait(50 * time.Millisecond)); !errors.Is(err, nats.ErrTimeout) && !errors.Is(err, jetstream.ErrNoHeartbeat) {
+			t.Fatal(err)
+		}
+	}
+	return w, it
+}
+
+// An iterator that is open, and whose Next nobody calls, keeps nothing from others.
+func TestOpenIteratorIsNoReader(t *testing.T) {
+	t.Parallel()
+	const window = 20
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 5 * time.Second, MaxAckPending: window})
+	w, _ := iterate(t, r, window)
+	for handled := make(map[string]bool); len(handled) < window; {
+		batch, err := r.consumer.Fetch(window-len(handled), jetstream.FetchMaxWait(time.Minute))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for m := range batch.Messages() {
+			handled[string(m.Data())] = true
+			if err := m.DoubleAck(adaptertest.Context(t)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if len(handled) == 0 {
+			t.Fatalf("another process gets nothing: %+v", w.src.Account())
+		}
+	}
+}
+
+// A program that waits in Next reads, however long it waits.
+func TestWaitingInNextIsReading(t *testing.T) {
+	t.Parallel()
+	const window = 20
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 5 * time.Second, MaxAckPending: window})
+	w, it := iterate(t, r, window)
+	ended := make(chan error, 1)
+	go func() {
+		err := error(jetstream.ErrNoHeartbeat)
+		for errors.Is(err, jetstream.ErrNoHeartbeat) { // of a busy machine
+			_, err = it.Next()
+		}
+		ended <- err
+	}()
+	clock := r.durable(t, jetstream.ConsumerConfig{Durable: "clock", AckWait: 5 * time.Second, MaxAckPending: 1})
+	for range 3 { // a message that is not kept alive: the third delivery is two AckWaits after the first
+		if _, err := clock.Next(jetstream.FetchMaxWait(time.Minute)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if i := r.info(t); i.NumRedelivered != 0 || w.port.lapse.Load() {
+		t.Errorf("%d came again", i.NumRedelivered)
+	}
+	it.Stop()
+	if err := <-ended; !errors.Is(err, jetstream.ErrMsgIteratorClosed) {
+		t.Error(err)
+	}
+}
+
 // A program that works on a message for long, and says so, reads: the message keeps its attempts.
 func TestLongWorkIsReading(t *testing.T) {
 	t.Parallel()
