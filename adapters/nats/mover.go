@@ -258,21 +258,27 @@ func (m *Mover) Run(ctx context.Context) error {
 
 // each handles the messages of a consumer one by one. It pulls one at a time, so that no
 // message waits where it cannot be extended.
+//
+// Each message has an iterator of its own. After a reconnect between two calls of Next, nats.go
+// pulls twice: the second message would lie in its buffer until the first one is handled, come
+// again after its AckWait, and be handled twice. A reconnect during Next may bring a second
+// message, too: Stop drops it, so it is handled once, after its AckWait.
 func (m *Mover) each(ctx context.Context, c jetstream.Consumer, handle func(context.Context, jetstream.Msg)) error {
 	in := &intake{consumer: c, conn: connOf(c), log: m.log, name: c.CachedInfo().Stream + "/" + c.CachedInfo().Name}
 	for ctx.Err() == nil {
 		it, err := c.Messages(jetstream.PullMaxMessages(1), jetstream.PullExpiry(pullExpiry), jetstream.PullHeartbeat(pullHeartbeat))
-		if err != nil {
+		switch {
+		case connectionEnded(err):
+			return in.examine(ctx, err)
+		case err != nil:
 			return fmt.Errorf("nats: mover: %w", err)
 		}
-		for {
-			var msg jetstream.Msg
-			if msg, err = it.Next(jetstream.NextContext(ctx)); err != nil {
-				break
-			}
-			handle(ctx, msg)
-		}
+		msg, err := it.Next(jetstream.NextContext(ctx))
 		it.Stop()
+		if err == nil {
+			handle(ctx, msg)
+			continue
+		}
 		if ctx.Err() != nil {
 			return nil //nolint:nilerr // told to end
 		}

@@ -251,6 +251,38 @@ func TestMoverKeepsToItsBudget(t *testing.T) {
 	}
 }
 
+// A letter costs one credit, also after a reconnect while another one waits.
+func TestMoverAfterAReconnect(t *testing.T) {
+	t.Parallel()
+	const n = 6
+	r := newMoverRig(t, jetstream.StreamConfig{}, dlq.BudgetConfig{Balance: 1, FreeEvery: time.Hour})
+	parked := r.mover.parked[credit.Exhausted].CachedInfo().Config
+	parked.AckWait = time.Second
+	if _, err := r.js.UpdateConsumer(adaptertest.Context(t), r.mover.cfg.Parking, parked); err != nil {
+		t.Fatal(err)
+	}
+	r.publish(t, subject, 0, n)
+	r.die(t, n)
+	r.run(t, r.mover)
+	adaptertest.Eventually(t, "the second waits for a credit", func() bool {
+		c := r.mover.Counts()
+		return c.Parked == n && c.Released == 1 && c.Refused > 0
+	})
+	if err := r.nc.ForceReconnect(); err != nil {
+		t.Fatal(err)
+	}
+	adaptertest.Eventually(t, "the client is back", func() bool { return r.nc.IsConnected() && r.nc.Stats().Reconnects == 1 })
+	for i := uint64(2); i <= n; i++ {
+		before := r.mover.Counts().Refused
+		adaptertest.Eventually(t, "an AckWait is over", func() bool { return r.mover.Counts().Refused >= before+3 }) // one each moverPoll
+		r.mover.Grant(1)
+		adaptertest.Eventually(t, "one more is released", func() bool { return r.mover.Counts().Released == i })
+	}
+	if got := len(r.letters(t, "D")); got != n {
+		t.Errorf("%d letters for %d credits", got, n)
+	}
+}
+
 // A consumer that is made anew counts its acks from 0 again, and they earn credits from the
 // first one on.
 func TestMoverOfAConsumerMadeAnew(t *testing.T) {
@@ -446,6 +478,10 @@ func TestMoverIsRefusedAndEnds(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := <-done; !errors.Is(err, ErrConsumerGone) {
+		t.Error(err)
+	}
+	r.nc.Close()
+	if err := r.mover.Run(context.Background()); !errors.Is(err, ErrConnectionClosed) {
 		t.Error(err)
 	}
 }
