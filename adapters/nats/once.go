@@ -546,7 +546,15 @@ func (o *Once) List(ctx context.Context, kind byte) iter.Seq2[once.Entry, error]
 			yield(once.Entry{}, fmt.Errorf("nats: once: %w", err))
 			return
 		}
-		defer watch.Stop() //nolint:errcheck // the context ends it as well
+		defer func() {
+			_ = watch.Stop() // the context ends it as well
+			// nats.go's callback may wait for room in the channel. nats.go closes the channel after
+			// the callback has returned, and that ends this goroutine.
+			go func() {
+				for range watch.Updates() {
+				}
+			}()
+		}()
 		for {
 			var e jetstream.KeyValueEntry
 			var ok bool

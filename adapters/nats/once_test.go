@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"runtime"
 	"strings"
 	"testing"
 	"time"
@@ -246,21 +247,27 @@ func TestOnceOverAShortDisconnect(t *testing.T) {
 	}
 }
 
-// A list that breaks off is an error, and no shorter list.
-func TestOnceListBreaksOff(t *testing.T) {
-	t.Parallel()
-	b := newBroker(t)
-	o := newOnce(t, b, OnceConfig{Bucket: "once"})
+// manyKeys makes a Once with more keys than nats.go buffers for a list.
+func manyKeys(t *testing.T) (o *Once, keys int) {
+	t.Helper()
+	o = newOnce(t, newBroker(t), OnceConfig{Bucket: "once"})
 	r, err := once.New(o, once.Config{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	const keys = 600 // more than the client buffers
-	for i := range keys {
-		if err := r.Do(adaptertest.Context(t), fmt.Sprint("k", i), func(context.Context) error { return nil }); err != nil {
+	for keys < 600 {
+		if err := r.Do(adaptertest.Context(t), fmt.Sprint("k", keys), func(context.Context) error { return nil }); err != nil {
 			t.Fatal(err)
 		}
+		keys++
 	}
+	return o, keys
+}
+
+// A list that breaks off is an error, and no shorter list.
+func TestOnceListBreaksOff(t *testing.T) {
+	t.Parallel()
+	o, keys := manyKeys(t)
 	n := 0
 	for e, err := range o.List(adaptertest.Context(t), 'k') {
 		if err != nil {
@@ -272,6 +279,29 @@ func TestOnceListBreaksOff(t *testing.T) {
 		_ = e
 	}
 	t.Errorf("%d of %d keys, and no error", n, keys)
+}
+
+// A list that its caller ends early leaves no goroutine of nats.go. It is not parallel: other
+// tests list, too.
+func TestOnceListEndsEarly(t *testing.T) {
+	o, _ := manyKeys(t)
+	stacks := make([]byte, 4<<20)
+	blocked := func() bool { // nats.go has an entry, and no room for it
+		for stack := range strings.SplitSeq(string(stacks[:runtime.Stack(stacks, true)]), "\n\n") {
+			if strings.Contains(stack, "[chan send") && strings.Contains(stack, "WatchFiltered.func1") {
+				return true
+			}
+		}
+		return false
+	}
+	for _, err := range o.List(adaptertest.Context(t), 'k') {
+		if err != nil {
+			t.Fatal(err)
+		}
+		adaptertest.Eventually(t, "the buffer is full", blocked)
+		break
+	}
+	adaptertest.Eventually(t, "nothing is blocked", func() bool { return !blocked() })
 }
 
 // While a stream has no leader its writes are answered by nobody: what becomes of a claim is
