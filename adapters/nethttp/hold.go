@@ -122,6 +122,12 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 		}
 	}()
 	body, err := in.read(w, r)
+	if err == nil {
+		// If the body was read in front of the intake, the server already reads on in the
+		// background. The deadline would end that, and the context of this request and of all
+		// later ones of its connection with it.
+		_ = http.NewResponseController(w).SetReadDeadline(time.Time{})
+	}
 	switch {
 	case err == nil && int64(len(body)) > in.cfg.MaxBody: // Content-Length did not say so
 		reserved = false
@@ -162,9 +168,6 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 		}
 		if err != nil && !errors.Is(err, errStalls) { // a disk that stalls may have taken it
 			r.Body = io.NopCloser(bytes.NewReader(body))
-			// If the body was read in front of the intake, the server already reads on in the
-			// background. The deadline would end that, and the request's context with it.
-			_ = http.NewResponseController(w).SetReadDeadline(time.Time{})
 			if in.probes(c, lane) {
 				return
 			}

@@ -415,6 +415,87 @@ func TestDiskFullProbe(t *testing.T) {
 	}
 }
 
+// A disk that stalls ends no connection: the next request of the client is a new one, also where
+// something in front has read the body of the first.
+func TestDiskStalls(t *testing.T) {
+	for _, front := range []bool{false, true} {
+		bubble(t, fmt.Sprint("read in front ", front), func(t *testing.T) {
+			dir := filepath.Join(t.TempDir(), "d")
+			before, g, h := spillIntake(t, dir, guard.Config{}, &service{down: true})
+			for before.Stats().Held == 0 {
+				h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequest(http.MethodPost, "/x", strings.NewReader("held")))
+			}
+			closeBoth(t, before, g)
+
+			// The next process holds what comes behind that request. Its loop writes to the disk.
+			s := &service{}
+			in, g, h := spillIntake(t, dir, guard.Config{}, s)
+			answers := make(chan struct{})
+			in.started.Do(func() {
+				go func() {
+					defer close(in.ran)
+					<-answers
+					_ = in.src.Run(context.Background(), nil)
+				}()
+			})
+			conns := make(pipes)
+			server := &http.Server{ReadHeaderTimeout: time.Minute, Handler: http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+				if front {
+					body, err := io.ReadAll(req.Body)
+					if err != nil {
+						t.Error(err)
+					}
+					req.Body = io.NopCloser(bytes.NewReader(body))
+				}
+				h.ServeHTTP(w, req)
+				time.Sleep(time.Millisecond) // as one that logs what it has answered
+			})}
+			go func() { _ = server.Serve(conns) }()
+			dials := 0
+			client := &http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
+				dials++
+				return conns.dial(ctx, network, address)
+			}}}
+			post := func(body string) int {
+				res, err := client.Post("http://server/", "text/plain", strings.NewReader(body))
+				if err != nil {
+					t.Fatal(err)
+				}
+				_, _ = io.Copy(io.Discard, res.Body)
+				res.Body.Close()
+				return res.StatusCode
+			}
+			if code := post("stalled"); code != http.StatusServiceUnavailable {
+				t.Errorf("without an answer of the disk: %d", code)
+			}
+			close(answers)
+			ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+			defer cancel()
+			if err := in.Drained(ctx); err != nil {
+				t.Error(err)
+			}
+			var ended error
+			s.mu.Lock()
+			s.handle = func(_ http.ResponseWriter, req *http.Request) bool {
+				ended = req.Context().Err()
+				return false
+			}
+			s.mu.Unlock()
+			if code := post("live"); code != http.StatusOK || ended != nil || dials != 1 {
+				t.Errorf("the next request over %d connections: %d, its context: %v", dials, code, ended)
+			}
+			client.CloseIdleConnections()
+			if err := server.Close(); err != nil {
+				t.Error(err)
+			}
+			closeBoth(t, in, g)
+			if got := s.handled(); got != "held stalled live" {
+				t.Errorf("handled %q", got)
+			}
+		})
+	}
+}
+
 // What is read from the disk is what was written, byte by byte, whatever a client sent; and
 // whatever the disk has is an error at worst.
 func FuzzSpilledRequest(f *testing.F) {
