@@ -268,6 +268,8 @@ func TestMetaThatHangs(t *testing.T) {
 		if _, err := g.Close(t.Context()); err != nil {
 			t.Error(err)
 		}
-		<-ended
+		if err := <-ended; !errors.Is(err, ErrClosed) {
+			t.Error(err)
+		}
 	})
 }

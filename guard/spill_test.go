@@ -741,7 +741,9 @@ func TestSpillOfASourceThatIsNotOpened(t *testing.T) {
 			if _, err := g.Close(t.Context()); err != nil {
 				t.Error(err)
 			}
-			<-ended
+			if err := <-ended; !errors.Is(err, ErrClosed) {
+				t.Error(err)
+			}
 		})
 	}
 }
