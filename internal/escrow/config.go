@@ -123,14 +123,14 @@ const (
 	Majority SilencePolicy = "majority"
 
 	// TakeOver means that every node mints for silent members. A member is silent if for the
-	// time After no packet from it came and it answered no packet of the node. The node then
-	// mints this part of the whole rate: its own weight over the sum of the weights of itself
-	// and of all members that are not silent. The first packet from a silent member ends that
-	// for its weight. Caps do not change, so TakeOver adds no burst, and small limits stay at
-	// their owners.
+	// time After no packet from it came, not even a refused one, and it answered no packet of
+	// the node. The node then mints this part of the whole rate: its own weight over the sum
+	// of the weights of itself and of all members that are not silent. The first packet from a
+	// silent member ends that for its weight. Caps do not change, so TakeOver adds no burst,
+	// and small limits stay at their owners.
 	//
 	// It is not strict. Each time the network flaps, P sides of a split admit up to
-	// (P-1)·(Burst + Rate·(T-After)) more. T is the longest time for which two nodes merge no
+	// (P-1)·(Burst + Rate·(T-After)) more. T is the longest time for which two nodes receive no
 	// packet of each other. With internal/gossip that is 0.1 s longer than the split, but up
 	// to 5.1 s longer after a split of 10 s or more, and up to 50 s longer after one of an
 	// hour. The reason: lost peers are tried every 1 to 5 s, and later ten times as rarely.

@@ -614,6 +614,63 @@ func TestTakeOver(t *testing.T) {
 	is(1000./3, 500, 500)
 }
 
+// A member with other settings is refused, and not silent: it mints its share. That is taken over
+// when its packets stop, and until they come again.
+func TestTakeOverSparesWhoIsRefused(t *testing.T) {
+	node := func(name string, after time.Duration) *Node {
+		cfg := Config{Fleet: "f", Limit: Limit{Rate: 1000, Burst: 100}, Roster: rosterOf("a b"), OnSilence: Silence{Policy: TakeOver, After: after}}
+		n, err := NewNode(crdt.Replica{Name: name, Incarnation: 1}, cfg, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	a, b := node("a", 2*time.Second), node("b", 3*time.Second)
+	now := time.Duration(0)
+	tell := func(from, to *Node) {
+		t.Helper()
+		p, _ := from.Delta(now, nil, to.self, 0, 1200)
+		if err := to.Merge(crdt.Contact{From: from.self, Now: now, Sent: now}, p); !errors.Is(err, errMismatch) {
+			t.Fatal(err)
+		}
+	}
+	pass := func(d time.Duration, packets bool) {
+		for until := now + d; now < until; {
+			now += 50 * ms
+			if packets {
+				tell(a, b)
+				tell(b, a)
+			}
+			for _, n := range []*Node{a, b} {
+				n.Take(now, "k", 1)
+				n.Tick(now)
+			}
+		}
+	}
+	is := func(n *Node, want float64) {
+		t.Helper()
+		if got := float64(n.rows["k"].rate) / 1e9 * (1 + drift*1e-6); got < want-.001 || got > want+.001 {
+			t.Errorf("at %v %s mints %v, want %v", now, n.self.Name, got, want)
+		}
+		if got, want := n.Stats(now).TakenOver, int(want/500)-1; got != want {
+			t.Errorf("at %v %s has taken over from %d, want %d", now, n.self.Name, got, want)
+		}
+	}
+	pass(10*time.Second, true)
+	is(a, 500)
+	is(b, 500)
+	pass(1950*ms, false)
+	is(a, 500)
+	pass(50*ms, false)
+	is(a, 1000)
+	is(b, 500)
+	pass(time.Second, false)
+	is(b, 1000)
+	tell(b, a)
+	is(a, 500)
+	is(b, 1000)
+}
+
 // Before it may mint a node denies, or admits its share from a bucket of its own.
 func TestUntilJoined(t *testing.T) {
 	for policy, want := range map[Joining]int{Deny: 0, Open: 100} { // 50 and half a second of 100/s

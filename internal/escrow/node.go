@@ -58,6 +58,7 @@ type Node struct {
 	slots  []*peer                     // nil is free
 	ending []*peer                     // incarnations that are over and still have loans
 	ended  map[string]endedIncarnation // by name, the latest incarnation that is over
+	cameAt map[string]time.Duration    // by member, with TakeOver: when its latest packet came, plus the contact's Rest
 
 	changes           uint64 // counts changes over all peers; only rises
 	membershipVersion uint64 // counts changes of who is admitted, and of this node's incarnation
@@ -98,7 +99,7 @@ func NewNode(self crdt.Replica, cfg Config, now time.Duration) (*Node, error) {
 		rows:   map[string]*row{}, peers: map[string]*peer{}, ended: map[string]endedIncarnation{},
 		terms: []*term{newTerm(cfg.Configuration())}, told: cfg.Configuration().Number,
 		born: now, wait: now, fence: never,
-		sweepAt: never, silentAt: never,
+		sweepAt: never, silentAt: never, cameAt: map[string]time.Duration{},
 		rand: rand.New(rand.NewPCG(self.Incarnation, mix(uint64(cfg.fingerprint()))^seedOf(self.Name))),
 	}
 	if !n.single {

@@ -199,7 +199,7 @@ type Refused struct {
 }
 
 // Merge merges a packet that a peer's Delta wrote; see gossip.Section. On an error nothing
-// of b is merged.
+// of b is merged. But any packet shows that its sender is not silent, see [TakeOver].
 func (n *Node) Merge(c crdt.Contact, b []byte) error {
 	err := n.mergeAll(c, b)
 	switch {
@@ -218,6 +218,7 @@ func (n *Node) Merge(c crdt.Contact, b []byte) error {
 
 func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	n.advance(c.Now)
+	n.came(c)
 	r := reader{wire.Read(b)}
 	v := r.Byte("version")
 	if v != version && v != numbered {
@@ -270,10 +271,6 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	n.memberVoided(p.index) // a peer that writes to this incarnation has ended the earlier one
 	if c.Sent > p.sent {
 		p.sent, p.heard, p.rest, p.configuration = c.Sent, n.now, c.Rest, configuration
-		if n.silent[p.id.Name] {
-			n.lookSilent()
-			n.eachRow(n.reshare)
-		}
 	}
 	was := n.fresh(p)
 	p.echo = max(p.echo, c.Echo)
