@@ -31,7 +31,8 @@ import (
 // Memory is bounded: [quarantine.Max] entries that are set by this process, and four times as many
 // with peers' entries and removed ones. Beyond that a peer's packet is refused and counted. A
 // removed entry is remembered for as long as an entry may last, so that no process can bring it
-// back.
+// back. So is an entry that has ended: it may have replaced one that lasts longer. Ended entries
+// take at most half of the room. Without room those that changed first are forgotten.
 //
 // It is its own section of the gossip session, and safe for concurrent use.
 type Quarantine struct {
@@ -42,6 +43,7 @@ type Quarantine struct {
 	shift   time.Duration         // the fleet's time minus our wall clock
 	timed   bool                  // shift is known
 	early   map[string]earlyWrite // writes that were made here before timed, by element
+	ended   map[string]struct{}   // elements that had ended at the latest prune and stay; peers may have changed some since
 	pruneAt time.Time
 	refused uint64 // packets refused for lack of room
 }
@@ -56,7 +58,7 @@ type earlyWrite struct {
 
 const (
 	pruneEvery  = time.Minute
-	voidAfter   = time.Hour // how long after its time an entry is dropped, for peers whose clock is behind
+	voidAfter   = time.Hour // how long after its time an entry counts as ended, for peers whose clock is behind
 	maxElements = 4 * quarantine.Max
 
 	// removedFor is how long a write overrules earlier ones: longer than any of them lasts.
@@ -73,7 +75,7 @@ func NewQuarantine(self crdt.Replica, wall func() time.Time) (*Quarantine, error
 	if err != nil {
 		return nil, err
 	}
-	return &Quarantine{wall: wall, board: b, early: make(map[string]earlyWrite)}, nil
+	return &Quarantine{wall: wall, board: b, early: make(map[string]earlyWrite), ended: make(map[string]struct{})}, nil
 }
 
 // Offset takes the known offsets of the peers' wall clocks: how far each is ahead of ours. It
@@ -129,9 +131,10 @@ func (q *Quarantine) Add(e dlq.QuarantineEntry) error {
 	}
 	element := e.Rule.String()
 	if !q.hasLocked(element) && (q.lenLocked() >= quarantine.Max || q.fullLocked()) {
-		return fmt.Errorf("%w: the list has %d entries and %d that were removed lately, the most there may be are %d: remove some, or wait",
+		return fmt.Errorf("%w: the list has %d entries and %d that ended or were removed lately, the most there may be are %d: remove some, or wait",
 			dlq.ErrQuarantine, q.lenLocked(), q.countLocked()-q.lenLocked(), quarantine.Max)
 	}
+	delete(q.ended, element)
 	heard, _, _ := q.set.At(element)
 	if !q.timed {
 		q.early[element] = earlyWrite{entry: e, at: now, heard: heard}
@@ -158,20 +161,23 @@ func (q *Quarantine) Remove(r dlq.Rule, _ string) error {
 		q.tellLocked()
 		return nil
 	}
+	delete(q.ended, element)
 	return q.wroteLocked(q.set.Remove(element, q.stampAt(now).After(heard)))
 }
 
 // hasLocked tells whether an element is on the list. lenLocked counts the elements on the list,
-// countLocked those and the removed ones. An early write counts beside one that was heard.
+// countLocked those, the ended and the removed ones. An early write counts beside one that was
+// heard.
 func (q *Quarantine) hasLocked(element string) bool {
 	if w, ok := q.early[element]; ok {
 		return !w.removed
 	}
-	return q.set.Has(element)
+	_, ended := q.ended[element]
+	return !ended && q.set.Has(element)
 }
 
 func (q *Quarantine) lenLocked() int {
-	n := q.set.Len()
+	n := q.set.Len() - len(q.ended)
 	for _, w := range q.early {
 		if !w.removed {
 			n++
@@ -218,10 +224,14 @@ func (q *Quarantine) Entries() []dlq.QuarantineEntry {
 	})
 }
 
-// pruneLocked forgets entries that ended long ago. It also forgets entries that were removed so
-// long ago that no process can still have them in force. Before the fleet's time is known it cannot
-// judge entries that were heard. An early entry that has ended goes, too, unless it overrules
-// another.
+// pruneLocked forgets entries that ended or were removed, once their write is so old that it
+// overrules no entry that a process may still have in force. Until then an entry that has ended
+// stays as it is: its write is the same in all processes, and overrules earlier ones as a removal
+// would. A removal in its place would be a new write, and one process with a wrong clock would end
+// an entry for all.
+//
+// Before the fleet's time is known it cannot judge entries that were heard. An early entry that has
+// ended goes, too, unless it overrules another.
 func (q *Quarantine) pruneLocked(now time.Time) {
 	q.pruneAt = now.Add(pruneEvery)
 	maps.DeleteFunc(q.early, func(element string, w earlyWrite) bool {
@@ -230,12 +240,29 @@ func (q *Quarantine) pruneLocked(now time.Time) {
 	if !q.timed {
 		return
 	}
+	var ended []string // the oldest change first
+	fleet := now.Add(q.shift)
 	for element, note := range q.set.All() {
-		if e, ok := entryOf(element, note); !ok || now.Add(q.shift).Sub(e.Until) > voidAfter {
+		e, ok := entryOf(element, note)
+		if ok && fleet.Sub(e.Until) <= voidAfter {
+			continue
+		}
+		if at, _, _ := q.set.At(element); ok && fleet.Sub(at.Time()) <= removedFor {
+			ended = append(ended, element)
+		} else {
 			q.set.Drop(element)
 		}
 	}
 	_, _ = q.set.Prune(q.stampAt(now), removedFor) // the age is in the allowed range
+	room := max(0, maxElements/2-(q.countLocked()-len(ended)))
+	clear(q.ended)
+	for i, element := range ended {
+		if len(ended)-i > room {
+			q.set.Drop(element)
+		} else {
+			q.ended[element] = struct{}{}
+		}
+	}
 }
 
 // Refused counts the packets that were refused for lack of room.

@@ -147,3 +147,69 @@ func TestQuarantineOfOneThatIsAlone(t *testing.T) {
 		t.Errorf("%q", got)
 	}
 }
+
+// A rule that was removed, and then added for a shorter time, does not come back after that: not
+// from a process that was cut off before it was removed.
+func TestRemovedRuleStaysRemovedAfterAShorterOne(t *testing.T) {
+	for _, removed := range []bool{true, false} {
+		start := time.Unix(1_800_000_000, 0)
+		a, b := newLister(t, "a", start), newLister(t, "b", start)
+		for _, l := range []*lister{a, b} {
+			l.Offset([]time.Duration{0})
+		}
+		a.put(t, "acme", 24*time.Hour)
+		b.hear(t, a)
+		a.now = a.now.Add(time.Minute)
+		if removed {
+			mustNot(t, a.Remove(tenant("acme"), ""))
+		}
+		a.put(t, "acme", 5*time.Minute)
+		c := newLister(t, "c", a.now) // it knows a alone, and only what counts there
+		c.Offset([]time.Duration{0})
+		c.hear(t, a)
+
+		b.now = a.now
+		for range 130 { // each minute, as in the gossip
+			for _, l := range []*lister{a, b, c} {
+				l.now = l.now.Add(time.Minute)
+				_, _ = l.Delta(0, nil, crdt.Replica{}, 0, 1024)
+			}
+		}
+		if got := rulesOf(b.Quarantine); got != "acme" {
+			t.Fatalf("the one that is cut off has %q", got)
+		}
+		d := newLister(t, "d", a.now) // it begins, and meets b first
+		d.Offset([]time.Duration{0})
+		d.hear(t, b)
+		for _, l := range []*lister{a, c} {
+			l.hear(t, b)
+			l.hear(t, d)
+			b.hear(t, l)
+			d.hear(t, l)
+		}
+		all := []*lister{a, b, c, d}
+		for _, l := range all {
+			if got := rulesOf(l.Quarantine); got != "" {
+				t.Errorf("removed=%v: %s has %q", removed, l.self.Name, got)
+			}
+		}
+
+		c.put(t, "acme", time.Hour)
+		for _, l := range all[:2] {
+			l.hear(t, c)
+		}
+		d.hear(t, b)
+		for _, l := range all {
+			if got := rulesOf(l.Quarantine); got != "acme" {
+				t.Errorf("removed=%v: added anew, and %s has %q", removed, l.self.Name, got)
+			}
+		}
+		for _, l := range all { // when none of it can be in force any more, it is forgotten
+			l.now = l.now.Add(removedFor + time.Minute)
+			_, _ = l.Delta(0, nil, crdt.Replica{}, 0, 1024)
+			if n := l.countLocked(); n != 0 {
+				t.Errorf("removed=%v: %s remembers %d", removed, l.self.Name, n)
+			}
+		}
+	}
+}

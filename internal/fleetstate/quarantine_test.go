@@ -299,13 +299,30 @@ func TestQuarantineBounds(t *testing.T) {
 	}
 	now = now.Add(2 * time.Hour)
 	_, _ = q.Delta(0, nil, crdt.Replica{}, 0, 1024)
-	if q.set.Len() != 0 || q.set.Tombstones() != 2 {
+	if q.set.Len() != quarantine.Max-1 || q.set.Tombstones() != 2 {
 		t.Errorf("%d and %d removed are remembered", q.set.Len(), q.set.Tombstones())
 	}
 	whole, _ = stale.Delta(0, nil, crdt.Replica{}, 0, math.MaxInt)
 	mustNot(t, q.Merge(crdt.Contact{From: stale.self}, whole))
 	if len(q.Entries()) != 0 {
 		t.Errorf("%d came back", len(q.Entries()))
+	}
+
+	// Those that have ended take none of the room for new ones, and at most half of all.
+	full := func() {
+		t.Helper()
+		for i := range quarantine.Max {
+			mustNot(t, q.Add(dlq.QuarantineEntry{Rule: tenant(fmt.Sprint("now ", now.Unix(), " ", i)), Until: now.Add(time.Minute)}))
+		}
+		if err := q.Add(dlq.QuarantineEntry{Rule: tenant("7")}); !errors.Is(err, dlq.ErrQuarantine) || !strings.Contains(err.Error(), "the list has 10000 entries") {
+			t.Error("one that has ended, again:", err)
+		}
+	}
+	full()
+	now = now.Add(2 * time.Hour)
+	full()
+	if n := q.set.Len() + q.set.Tombstones(); n != maxElements/2 {
+		t.Errorf("%d are remembered", n)
 	}
 	now = now.Add(8 * 24 * time.Hour)
 	_, _ = q.Delta(0, nil, crdt.Replica{}, 0, 1024)
