@@ -51,8 +51,8 @@ func (p *Process) run() {
 		case <-p.poked:
 		case <-p.node.Done():
 			// The node was displaced or closed. It hears nothing any more, so the process must not
-			// mint.
-			p.limits.Mint(p.clock())
+			// mint, also if the register is read or a configuration is loaded later.
+			p.config.End(p.clock())
 			if err := p.node.Err(); !errors.Is(err, gossip.ErrClosed) {
 				p.log.Error("fleet: this process is out of the fleet and mints nothing; start it again", "error", err)
 			}

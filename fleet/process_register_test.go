@@ -16,6 +16,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/fleet/register"
 	"github.com/stormguard-mq/stormguard/internal/fleetstate"
+	"github.com/stormguard-mq/stormguard/internal/gossip"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
@@ -194,4 +195,41 @@ func TestProcessRegisterWiped(t *testing.T) {
 	defer asked.Wait()
 	defer cancel()
 	eventually(t, "it says why", func() bool { return strings.Contains(d.Status().Configuration.Problem, "wiped, or is an older copy") })
+}
+
+// A process is displaced before it knows whether it may mint. It does not mint when the register is
+// back: the process that has its name does.
+func TestDisplacedProcessStaysFenced(t *testing.T) {
+	members := []string{"a", "b", "c", "d"} // d never runs, so reports do not replace the register
+	a := startProcess(t, configOf("a", nil, members...))
+	seeds := []string{a.Addr().String()}
+	b := startProcess(t, configOf("b", seeds, members...))
+	eventually(t, "they have begun", func() bool {
+		return a.Status().Configuration.Settled && b.Status().Configuration.Settled
+	})
+	storeOf(t).SetAway(errors.New("unplugged"))
+	var log lockedBuffer
+	c, err := Start(configOf("c", seeds, members...), WithRegister(storeOf(t)), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	eventually(t, "it knows the configuration, and not whether it is the newest", func() bool {
+		s := c.Status().Configuration
+		return s.Number == 1 && s.Away != "" && !s.Settled
+	})
+
+	later := configOf("c", seeds, members...).settings()
+	later.gossip.Self.Incarnation = gossip.NewIncarnation(time.UnixMilli(1<<43), 1) // c cannot go on above the last one
+	d := startSettings(t, later)
+	eventually(t, "it is out", func() bool {
+		return errors.Is(c.Err(), ErrDisplaced) && strings.Contains(log.take(), "mints nothing")
+	})
+	storeOf(t).SetAway(nil)
+	eventually(t, "both have read the register, and one mints", func() bool {
+		return c.Status().Configuration.Away == "" && d.Status().Configuration.Settled && !d.limits.Stats().Fenced
+	})
+	if !c.limits.Stats().Fenced {
+		t.Error("the displaced process mints")
+	}
 }

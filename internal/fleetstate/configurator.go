@@ -172,6 +172,7 @@ type Configurator struct {
 	stamps    []time.Duration
 	until     time.Duration
 	broken    error // the applier's error when it refused a configuration
+	over      bool  // see End
 
 	loaded   uint64    // the number that an operator loaded, if Static
 	draft    []stage   // configurations known before this incarnation is settled, if Static
@@ -696,6 +697,15 @@ func (c *Configurator) leftLocked(now time.Duration) bool {
 		known = true
 	}
 	return known
+}
+
+// End says that this process is out of its fleet: it hears nothing of it any more. It mints nothing
+// from now on, whatever is read or loaded later.
+func (c *Configurator) End(now time.Duration) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.over, c.until = true, now
+	c.applier.Mint(now)
 }
 
 // Rejoin goes on as another incarnation of the same name: for its peers this process has restarted.

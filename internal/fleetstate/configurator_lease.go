@@ -84,7 +84,7 @@ func (c *Configurator) takeGrant(now time.Duration, f *confPeer) {
 
 // leaseLocked tells the applier until when it may mint.
 func (c *Configurator) leaseLocked(now time.Duration) {
-	if !c.settled || c.broken != nil {
+	if !c.settled || c.broken != nil || c.over {
 		return
 	}
 	if c.cfg.OnSilence != escrow.Majority {

@@ -129,3 +129,56 @@ func TestConfiguratorUnlistedIncarnation(t *testing.T) {
 		t.Fatalf("%+v", d.incarnations)
 	}
 }
+
+// Who is out of the fleet never mints again: not by a lease, not when the register is back, and not
+// when a configuration is loaded.
+func TestConfiguratorEnds(t *testing.T) {
+	idle := func(w *realm, n *subject, what string) {
+		t.Helper()
+		for range 20 {
+			if used := n.applier.using(); used != 0 {
+				t.Fatalf("%s: it uses %v", what, used)
+			}
+			w.run(w.now + 100*ms)
+		}
+	}
+	for _, policy := range []escrow.SilencePolicy{escrow.Hold, escrow.Majority} {
+		w := newRealm(t, 1, 3, 3, ConfiguratorConfig{OnSilence: policy}, ground{})
+		w.begun(3)
+		n := w.nodes[1]
+		n.c.End(n.clock())
+		idle(w, n, string(policy))
+	}
+
+	// It ends before it knows whether it may mint.
+	w := newRealm(t, 1, 3, 3, ConfiguratorConfig{}, ground{})
+	w.begun(3)
+	away := true
+	w.reg.away = func(int) bool { return away }
+	w.nodes[2].stop() // so that the others' reports are not enough
+	n := w.nodes[1]
+	n.stop()
+	n.start()
+	w.run(w.now + 900*ms)
+	if s := n.c.Status(n.clock()); s.Away == nil || s.Configuration.Number != 1 || s.Settled {
+		t.Fatalf("%+v", s)
+	}
+	n.c.End(n.clock())
+	away = false
+	idle(w, n, "the register is back")
+	if s := n.c.Status(n.clock()); s.Away != nil {
+		t.Fatalf("it has not read the register: %v", s.Away)
+	}
+
+	w = newStatic(t, 1, 2)
+	w.nodes[0].file, w.nodes[1].file = 1, 1
+	w.begun(2)
+	n = w.nodes[1]
+	n.stop()
+	n.file = 0
+	n.start()
+	w.run(w.now + 100*ms)
+	n.c.End(n.clock())
+	w.load(t, 1, 1)
+	idle(w, n, "loaded")
+}
