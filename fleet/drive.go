@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/internal/escrow"
 	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 	"github.com/stormguard-mq/stormguard/internal/gossip"
 )
@@ -31,6 +32,8 @@ type driver struct {
 	toldAt time.Duration
 	said   string // the problem that was last logged
 	broke  map[string]brokeSaid
+
+	warned []string // warnings of the latest configuration
 
 	evicted uint64      // the eviction that was last logged
 	writing atomic.Bool // a write is in flight
@@ -88,6 +91,7 @@ func (p *Process) follow(now time.Duration) {
 		p.log.Error("fleet: the roster was refused", "number", roster.Number, "error", err)
 	}
 	p.log.Info("fleet: configuration", "number", roster.Number, "members", len(roster.Names), "member", s.Member)
+	p.warn(s.Configuration)
 	if p.register == nil && s.Loaded < roster.Number {
 		p.log.Warn("fleet: others have loaded a newer configuration; this process uses the smaller of its shares until it is given that one",
 			"number", roster.Number, "loaded", s.Loaded)
@@ -116,6 +120,20 @@ func (p *Process) follow(now time.Duration) {
 	if len(moved) > 0 && p.first() {
 		p.write(fleetstate.Entry{Kind: fleetstate.EntryConfiguration, Number: roster.Number, Subject: "roster", Text: strings.Join(moved, " ")})
 	}
+}
+
+// warn logs what the limits of a configuration cannot do well. It does not repeat what it logged of
+// the configuration before.
+func (p *Process) warn(c escrow.Configuration) {
+	limits := p.cfg.limits
+	limits.Limit, limits.Limits, limits.Roster = c.Limit, c.Limits, c.Roster
+	all := limits.Warnings()
+	for _, why := range all {
+		if !slices.Contains(p.drive.warned, why) {
+			p.log.Warn("fleet: a limit is allowed and will not work well", "number", c.Number, "why", why)
+		}
+	}
+	p.drive.warned = all
 }
 
 // write adds an entry to the journal, which counts lost entries.

@@ -133,9 +133,6 @@ func (p *Process) start(o options) (err error) {
 
 // join makes the parts that only a fleet has, and the node that carries them.
 func (p *Process) join(o options) (err error) {
-	for _, w := range p.cfg.limits.Warnings() {
-		p.log.Warn("fleet: a limit is allowed and will not work well", "why", w)
-	}
 	now := p.clock()
 	p.limits.Mint(now) // nothing until the configuration is known to be the newest
 	if err := p.configure(o, now); err != nil {

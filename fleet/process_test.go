@@ -4,7 +4,6 @@
 package fleet
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -101,20 +100,55 @@ func written(p *Process) string {
 	return strings.Join(all, ", ")
 }
 
-// What a fleet's limit cannot do well is said when a process starts.
+// What a fleet's limit cannot do well is said when a process starts, and when the limit is changed,
+// once.
 func TestWarnings(t *testing.T) {
-	for burst, want := range map[int]string{100: "", 5: "Limit.Burst: 5 tokens"} {
-		c := configOf("a", nil, "a", "b", "c")
-		c.Limits.Limit.Burst = burst
-		var out bytes.Buffer
-		p, err := Start(c, WithLogger(slog.New(slog.NewTextHandler(&out, &slog.HandlerOptions{Level: slog.LevelWarn}))))
+	begun := func(c Config, opts ...Option) (p *Process, logged func(what, line string) string) {
+		t.Helper()
+		var out lockedBuffer
+		p, err := Start(c, append(opts, WithLogger(slog.New(slog.NewTextHandler(&out, nil))))...)
 		if err != nil {
 			t.Fatal(err)
 		}
+		t.Cleanup(p.Close)
+		all := ""
+		return p, func(what, line string) string {
+			t.Helper()
+			eventually(t, what, func() bool {
+				all += out.take()
+				return strings.Contains(all, line)
+			})
+			return all
+		}
+	}
+	const text = "will not work well"
+	for burst, want := range map[int]string{100: "", 5: "Limit.Burst: 5 tokens"} {
+		c := configOf("a", nil, "a", "b", "c")
+		c.Limits.Limit.Burst = burst
+		p, logged := begun(c)
+		logged("it begins", `msg="fleet: configuration" number=1`)
 		p.Close()
-		if got := out.String(); (want == "") != (got == "") || !strings.Contains(got, want) {
+		if got := logged("it has ended", ""); strings.Contains(got, text) != (want != "") || !strings.Contains(got, want) {
 			t.Errorf("burst %d: %q, want %q", burst, got, want)
 		}
+	}
+
+	p, logged := begun(configOf("a", nil, "a", "b"), WithRegister(storeOf(t)))
+	if got := logged("it begins", `msg="fleet: configuration" number=1`); strings.Contains(got, text) {
+		t.Errorf("before the change: %q", got)
+	}
+	less := limiter.Limit{Rate: 1000, Burst: 5}
+	if _, err := p.Set(t.Context(), Change{Limit: &less}); err != nil {
+		t.Fatal(err)
+	}
+	logged("the limit is changed", `will not work well" number=2 why="Limit.Burst: 5 tokens`)
+	if _, err := p.Set(t.Context(), Change{Weights: map[string]int{"a": 2}}); err != nil {
+		t.Fatal(err)
+	}
+	logged("a weight is changed", `msg="fleet: configuration" number=3`)
+	p.Close()
+	if got := logged("it has ended", ""); strings.Count(got, text) != 1 {
+		t.Errorf("not once: %q", got)
 	}
 }
 
