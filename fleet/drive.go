@@ -33,7 +33,8 @@ type driver struct {
 	said   string // the problem that was last logged
 	broke  map[string]brokeSaid
 
-	warned []string // warnings of the latest configuration
+	refused map[string]*refusals // by section
+	warned  []string             // warnings of the latest configuration
 
 	evicted uint64      // the eviction that was last logged
 	writing atomic.Bool // a write is in flight
@@ -42,6 +43,7 @@ type driver struct {
 
 func (d *driver) init(r fleetstate.Roster) {
 	d.roster, d.scopes, d.broke = r, map[string]breaker.State{}, map[string]brokeSaid{}
+	d.refused = map[string]*refusals{}
 }
 
 // run is the goroutine that makes time pass for the parts without a clock of their own.
@@ -181,6 +183,7 @@ func (p *Process) reportStatus(now time.Duration) {
 	}
 	p.watchLag(now)
 	p.logOverlending(now)
+	p.logRefusals(now)
 	scopes := p.member.Scopes()
 	before := p.drive.scopes
 	p.drive.scopes = make(map[string]breaker.State, len(scopes))

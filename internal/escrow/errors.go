@@ -3,7 +3,10 @@
 
 package escrow
 
-import "errors"
+import (
+	"errors"
+	"fmt"
+)
 
 var (
 	// ErrConfig means that a configuration was refused. The text names every wrong field, its
@@ -23,6 +26,10 @@ var (
 	// errMismatch means that a peer has another Config: other limits or another roster. The
 	// nodes lend each other nothing, for two configurations have no common bound.
 	errMismatch = errors.New("limiter: a peer with another configuration")
+
+	// ErrSettings is the errMismatch of a peer that has other settings than a [Configuration]
+	// may change. The nodes refuse each other until one of them starts with the other's.
+	ErrSettings = fmt.Errorf("%w: other settings", errMismatch)
 
 	// errStale means that a packet is from an earlier incarnation or was meant for one, or
 	// that it is too old: it may name an entry that was dropped since.

@@ -594,6 +594,8 @@ func TestPooledRefuses(t *testing.T) {
 	other, _ := testPool(crdt.Replica{Name: "c", Incarnation: 1}, Config{Limit: Limit{Rate: 11, Burst: 2}})
 	strict, _ := New(crdt.Replica{Name: "d", Incarnation: 1}, Config{Limit: cfg.Limit, Roster: Roster{Members: []Member{{Name: "d"}, {Name: "a"}}}})
 	foreign, _ := strict.Delta(0, nil, a.self, 0, 1400)
+	waiting, _ := New(crdt.Replica{Name: "d", Incarnation: 1}, Config{Fleet: "f", Provisional: true, Limit: cfg.Limit, Roster: rosterOf("d a")})
+	numbers, _ := waiting.Delta(0, nil, a.self, 0, 1400)
 	for _, c := range []struct {
 		to   *pooled
 		from crdt.Replica
@@ -602,6 +604,7 @@ func TestPooledRefuses(t *testing.T) {
 	}{
 		{other, a.self, good, errMismatch},
 		{b, a.self, foreign, errMismatch},
+		{b, a.self, numbers, ErrSettings},
 		{b, a.self, nil, errMalformed},
 		{b, a.self, good[:4], errMalformed},
 		{b, a.self, good[:len(good)-1], errMalformed},
@@ -617,6 +620,7 @@ func TestPooledRefuses(t *testing.T) {
 		t.Errorf("told %d times of one change", told)
 	}
 	strict.Close()
+	waiting.Close()
 }
 
 func FuzzPooled(f *testing.F) {

@@ -78,11 +78,13 @@ func (p *pooled) Keeps(crdt.Replica) bool { return true }
 // nothing is merged.
 func (p *pooled) Merge(c crdt.Contact, b []byte) error {
 	r := reader{wire.Read(b)}
-	if v := r.Byte("version"); v != pooledVersion {
+	v := r.Byte("version")
+	if v != pooledVersion && v != numbered {
 		return fmt.Errorf("%w: version %d from %v, want %d", errMalformed, v, c.From, pooledVersion)
 	}
-	if r.Uint32("config") != p.config && !r.bad() {
-		return fmt.Errorf("%w: %v", errMismatch, c.From)
+	// Only a process with Strategy escrow sends the version numbered, and its config differs.
+	if (r.Uint32("config") != p.config || v == numbered) && !r.bad() {
+		return fmt.Errorf("%w: Strategy, or initial configuration of %v", ErrSettings, c.From)
 	}
 	for look := r; look.Len() > 0 || look.bad(); {
 		if look.use(); look.bad() {

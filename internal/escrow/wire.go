@@ -225,7 +225,10 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 		return fmt.Errorf("%w: version %d from %v, want %d or %d", errMalformed, v, c.From, version, numbered)
 	}
 	if r.Uint32("config") != n.config && !r.bad() {
-		return fmt.Errorf("%w: %v has another initial configuration", errMismatch, c.From)
+		if n.cfg.Provisional {
+			return fmt.Errorf("%w: Strategy or OnSilence of %v", ErrSettings, c.From)
+		}
+		return fmt.Errorf("%w: initial configuration of %v", ErrSettings, c.From)
 	}
 	configuration := uint64(1)
 	if v == numbered {

@@ -140,7 +140,7 @@ func (c *Configurator) Merge(contact crdt.Contact, b []byte) error {
 	}
 	if s.fleet != c.fleet {
 		c.foreign++
-		return fmt.Errorf("%w: of %v", ErrFleet, contact.From)
+		return fmt.Errorf("%w: name, OnSilence, Lease or use of a register of %v", ErrFleet, contact.From)
 	}
 	if contact.From.Name == c.self.Name || s.incarnation != c.self.Incarnation {
 		return nil // from another incarnation of this name, or for one
