@@ -118,8 +118,11 @@ func (a *attacker) listen() (h heard, ok bool) {
 	if echo := uvarint(); echo != 0 {
 		uvarint()
 	}
-	if raw[1]&4 != 0 {
+	if raw[1]&4 != 0 { // a wall clock
 		b = b[8:]
+	}
+	if raw[1]&32 != 0 { // a rest
+		uvarint()
 	}
 	b = b[1+12*int(b[0]):]
 	for len(b) >= 6 {
