@@ -135,7 +135,9 @@ func (p *Process) warn(c escrow.Configuration) {
 			p.log.Warn("fleet: a limit is allowed and will not work well", "number", c.Number, "why", why)
 		}
 	}
-	p.drive.warned = all
+	if len(c.Roster.Members) > 1 { // for one alone there are none, and the others may come again
+		p.drive.warned = all
+	}
 }
 
 // write adds an entry to the journal, which counts lost entries.

@@ -67,7 +67,7 @@ func (p *Process) logRefusals(now time.Duration) {
 				"section", s.Name, "error", s.LastError, "help", "docs/fleet.md#settings lists what must be equal in all processes")
 		}
 		if over {
-			p.log.Info("fleet: packets of other processes are taken in again", "section", s.Name)
+			p.log.Info("fleet: packets of other processes are not refused any more", "section", s.Name)
 		}
 	}
 }

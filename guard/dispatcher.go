@@ -19,7 +19,8 @@ import (
 const (
 	// writeTimeout bounds one call of a dead-letter writer.
 	writeTimeout = 30 * time.Second
-	// writeLate is how long a call takes before the guard logs that it ignores its context.
+	// writeLate is how long a write, or Port.Meta for it, takes before the guard logs that it has
+	// not returned.
 	writeLate = writeTimeout + 5*time.Second
 	// writeBase and writeMax bound the pause after failed writes: full jitter.
 	writeBase = 100 * time.Millisecond
@@ -82,7 +83,7 @@ type dispatcher struct {
 type ailment struct {
 	err   error         // the error of the latest failed letter; nil for none
 	since time.Duration // when letters of the source began to fail
-	late  bool          // a write of the source was late, and that was logged
+	late  error         // which call was late, and that was logged; nil for none
 }
 
 // bench is where letters wait before they are tried again, all for the same kind of answer. Its
@@ -340,7 +341,9 @@ func (b *dispatcher) ailsLocked(now time.Duration, source string, err error) {
 	if a.err == nil {
 		a.since = now
 	}
-	a.err, a.late = err, a.late || err == errWriteLate || err == errMetaLate //nolint:errorlint // watch's own
+	if a.err = err; err == errWriteLate || err == errMetaLate { //nolint:errorlint // watch's own
+		a.late = err
+	}
 	b.ails[source] = a
 }
 
@@ -690,7 +693,9 @@ func (b *dispatcher) finish(w *writing) {
 		b.forget(l, what)
 		return
 	}
-	if was, is := b.recordAnswer(l, what, err); (was.err == nil) != (is.err == nil) {
+	was, is := b.recordAnswer(l, what, err)
+	other := was.err == errMetaLate && is.err != nil && what != unread //nolint:errorlint // now it is the writer
+	if (was.err == nil) != (is.err == nil) || other {
 		b.tell(l.from(), was, is)
 	}
 }
@@ -736,7 +741,7 @@ func (b *dispatcher) watch(from letterFrom, late error) (done func()) {
 	timer := time.AfterFunc(writeLate, func() {
 		now := b.g.now()
 		b.mu.Lock()
-		say := !returned && !b.ails[from.cfg.Name].late
+		say := !returned && b.ails[from.cfg.Name].late != late //nolint:errorlint // watch's own
 		if !returned {
 			b.ailsLocked(now, from.cfg.Name, late)
 		}

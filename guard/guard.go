@@ -67,7 +67,6 @@ type Guard struct {
 	spillState atomic.Pointer[spillState]
 	spillNews  atomic.Bool // spillState has changed since it was logged
 	spillSaid  string      // the name of the spillState logged last; owned by the sweeper
-	spillFound bool        // the spill had messages at the start
 
 	saver *saver // nil without Config.StateDir
 	host  func() statefile.Now
@@ -92,6 +91,7 @@ type Guard struct {
 	dispatchers []*dispatcher
 	unwritten   map[string]bool // topics or queues whose missing dead-letter writer was logged
 	closed      bool
+	spillFound  map[string]bool // sources with messages in the spill since the start, and not opened yet
 	running     sync.WaitGroup
 	sorted      atomic.Pointer[[]controls] // the open sources, by name
 	changes     []circuit.Change           // a buffer; owned by the sweeper
@@ -217,7 +217,7 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 	if g.health != nil {
 		g.running.Go(func() { g.health.run(g.ctx, g) })
 	}
-	if g.spillFound {
+	if len(g.spillFound) > 0 {
 		g.running.Go(func() { g.sayUnopened(g.ctx) })
 	}
 	return g, nil
@@ -315,6 +315,7 @@ func (g *Guard) register(name string, s controls) error {
 		return fmt.Errorf("guard: open %q: a source of this name is open already", name)
 	}
 	g.sources[name] = s
+	delete(g.spillFound, name)
 	g.sortLocked()
 	return nil
 }
@@ -446,7 +447,7 @@ func (g *Guard) awaitGoroutines(ctx context.Context) error {
 	case <-gone:
 		return nil
 	case <-late.C:
-		return fmt.Errorf("guard: a dead-letter writer or a health check does not heed its context: %w", context.Cause(ctx))
+		return fmt.Errorf("guard: a dead-letter writer, a health check or Port.Meta has not returned: %w", context.Cause(ctx))
 	}
 }
 

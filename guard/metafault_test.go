@@ -16,6 +16,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/internal/credit"
 )
 
@@ -260,8 +261,21 @@ func TestMetaThatHangs(t *testing.T) {
 		if !slices.ContainsFunc(s.State().Holds, func(h Hold) bool { return h.Reason == ReasonDLQ }) {
 			t.Errorf("%+v", s.State().Holds)
 		}
+		// Now the writer fails: that is said, too.
+		var healed atomic.Bool
+		letters.says = func(*dlq.Record) error {
+			if healed.Load() {
+				return nil
+			}
+			return errDown
+		}
 		close(port.release)
 		synctest.Wait()
+		if n := strings.Count(log.text(), errDown.Error()); n != 1 || strings.Count(log.text(), "level=WARN") != 2 {
+			t.Errorf("%d lines of the writer:\n%s", n, log.text())
+		}
+		healed.Store(true)
+		time.Sleep(2 * writeMax)
 		if a := s.Account(); a.DeadLettered != 1 || a.Check() != nil || g.Ready() != nil {
 			t.Errorf("%+v, ready: %v", a, g.Ready())
 		}

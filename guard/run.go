@@ -461,7 +461,7 @@ func (l *loop[M]) poll() (m M, batched, ok bool) {
 		return m, false, false
 	}
 	if l.batched() {
-		if s.pos >= len(s.batch) && !l.refill() { // above len if End has not waited
+		if s.pos >= len(s.batch) && !l.refill() { // above len only if End has not waited: a defence
 			return m, false, false
 		}
 		s.pos++

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"math/rand/v2"
 	"slices"
 	"time"
@@ -914,9 +915,17 @@ func (g *Guard) sayUnopened(ctx context.Context) {
 	case <-ctx.Done():
 		return
 	}
+	g.mu.Lock()
+	found := maps.Clone(g.spillFound)
+	if g.closed {
+		clear(found)
+	}
+	g.mu.Unlock()
 	for name, n := range g.Spilled() {
-		g.log.Warn("the spill has messages of a source that is not open: nobody handles them, and the broker may not have them any more",
-			"source", name, "messages", n, "help", "open a source of that name with Policy.Spill, even if its topic or queue has another name now")
+		if found[name] {
+			g.log.Warn("the spill has messages of a source that is not open: nobody handles them, and the broker may not have them any more",
+				"source", name, "messages", n, "help", "if its consumer waits for the broker, nothing; else open a source of that name with Policy.Spill")
+		}
 	}
 }
 

@@ -59,8 +59,10 @@ func (g *Guard) openSpill() error {
 	if found.SetAside != nil {
 		g.log.Warn("what is damaged in the spill could not be set aside: copy the directory before it drains", "dir", g.cfg.SpillDir, "error", found.SetAside)
 	}
-	if g.spillFound = found.Messages > 0; g.spillFound {
+	if found.Messages > 0 {
+		g.spillFound = make(map[string]bool)
 		for l := range s.Lanes() {
+			g.spillFound[l.Name()] = true
 			g.log.Info("the spill has messages: they are handled first when their source is opened", "source", l.Name(), "messages", l.Len())
 		}
 	}

@@ -53,7 +53,7 @@ type letterKey struct {
 
 // letterKeyOf returns the zero key for a letter that cannot be told from another. That key is never
 // pending. A message that never failed, such as a quarantined one, has no times. Its letter is
-// recognised while its body stays at one address: the key keeps that memory from other use.
+// recognised while its body stays at one address: the key keeps that memory from being freed.
 func letterKeyOf(id string, r *dlq.Record) letterKey {
 	switch {
 	case id == "":

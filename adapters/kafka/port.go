@@ -84,7 +84,8 @@ func newClaim(s *session, c sarama.ConsumerGroupClaim) *claim {
 // claim's beginning depends on that message, since start may have been read one fetch later.
 //
 // Messages of an earlier claim may come out of the spill first. They are acked already, so nobody
-// would settle them.
+// would settle them. If the topic was made anew since, the offsets of the claim may be lower than
+// theirs: then the beginning is start.
 func (c *claim) noting(handle func(context.Context, *sarama.ConsumerMessage) error) func(context.Context, *sarama.ConsumerMessage) error {
 	if c.initial >= 0 {
 		return handle

@@ -275,14 +275,14 @@ func TestResetIsNoCommitThatFails(t *testing.T) {
 	g := adaptertest.Guard(t, guard.Config{})
 	var own logged
 	cfg := testConfig()
-	cfg.Consumer.Offsets.AutoCommit.Interval = 500 * time.Millisecond // looked at each second
+	cfg.Consumer.Offsets.AutoCommit.Interval = 500 * time.Millisecond
 	m := r.join(cfg, WrapHandler(g, rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
 		sessions <- s
 		for m := range c.Messages() {
 			s.MarkMessage(m, "")
 		}
 		return nil
-	}}, WithLogger(slog.New(slog.NewTextHandler(&own, nil))), func(o *options) { o.lookEvery = 100 * time.Millisecond }))
+	}}, WithLogger(slog.New(slog.NewTextHandler(&own, nil))), func(o *options) { o.lookEvery = 3 * time.Second }))
 	looks := func(n int) { // a look asks once; of n looks, the last may be under way
 		t.Helper()
 		before := asked.Hits()

@@ -142,6 +142,7 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 	case r.Context().Err() != nil:
 		// Nothing is promised. The client may still be there: the context also ends when a server
 		// stops, or at a middleware's timeout.
+		in.boundRest(w)
 		in.refuse(w, r, guard.ReasonShutdown, nil)
 		return
 	default:
@@ -173,6 +174,7 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 			}
 		}
 	}
+	in.boundRest(w)
 	if err != nil {
 		why := guard.ReasonBackpressure
 		if errors.Is(err, guard.ErrClosed) {
@@ -285,6 +287,12 @@ func (in *Intake) read(w http.ResponseWriter, r *http.Request) ([]byte, error) {
 	default:
 		return body.Bytes(), nil
 	}
+}
+
+// boundRest bounds how long the server reads what a replaced body has left unread: it does so before
+// it sends the answer.
+func (in *Intake) boundRest(w http.ResponseWriter) {
+	_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(in.cfg.BodyTimeout))
 }
 
 // putBack puts the beginning of a body back in front of its rest, for which the timeout of the

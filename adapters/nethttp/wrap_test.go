@@ -440,6 +440,28 @@ func TestHoldOnARealConnection(t *testing.T) {
 	}
 }
 
+// What replaces the body in front may end it before the client does. The answer does not wait for
+// the client.
+func TestBodyThatEndsEarly(t *testing.T) {
+	r := newRig(t, quick, Config{BodyTimeout: 300 * time.Millisecond})
+	defer r.close()
+	s := serve(t, http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		front := req.WithContext(req.Context())
+		front.Body = io.NopCloser(io.LimitReader(req.Body, 2))
+		r.defers.ServeHTTP(w, front)
+	}), false)
+	_ = r.g.Source("http").ForceOpen(time.Hour)
+	got := s.raw(t, "POST / HTTP/1.1\r\nHost: x\r\nContent-Encoding: deflate\r\nContent-Length: 1000\r\n\r\nhi")
+	if !strings.HasPrefix(got, "HTTP/1.1 202 ") {
+		t.Error(got)
+	}
+	_ = r.g.Source("http").ForceClosed()
+	r.drained()
+	if got := r.s.handled(); got != "hi" {
+		t.Error(got)
+	}
+}
+
 // Many at once, through an outage: each request is answered by its handler, or
 // refused, or held and replayed once.
 func TestHammer(t *testing.T) {
