@@ -633,10 +633,7 @@ func (b *dispatcher) deliver(ctx context.Context, l postable) {
 				w.err = &lostCallError{"dead-letter write", "called runtime.Goexit", debug.Stack()}
 			}
 		}()
-		returnedMeta := b.watch(l.from(), errMetaLate)
-		w.r, w.err = l.record()
-		returnedMeta()
-		if w.err == nil {
+		if w.r, w.err = b.describe(l); w.err == nil {
 			w.span, w.parked, w.err = b.write(ctx, l, w.r)
 		}
 		returned = true
@@ -670,6 +667,13 @@ func (b *dispatcher) deliver(ctx context.Context, l postable) {
 		b.mu.Unlock()
 		token(b.more)
 	}()
+}
+
+// describe makes the record of a letter. The port may take long to describe its message.
+func (b *dispatcher) describe(l postable) (*dlq.Record, error) {
+	returned := b.watch(l.from(), errMetaLate)
+	defer returned()
+	return l.record()
 }
 
 // finish takes the result of a write.
@@ -728,8 +732,8 @@ func (b *dispatcher) tell(from letterFrom, was, is ailment) {
 	b.g.journal.say(now, line{slog.LevelWarn, lineWriter, from.topic, false, args})
 }
 
-// errWriteLate is the ailment of a source whose write goes on after its context has ended,
-// errMetaLate of one whose port has not described a message in that time.
+// errWriteLate is the ailment of a source whose write goes on after its context has ended.
+// errMetaLate is that of a source whose port has not described a message within writeLate.
 var (
 	errWriteLate = errors.New("the call has not returned 5s after its context ended")
 	errMetaLate  = fmt.Errorf("%s has not returned for %s", metaCall, writeLate)

@@ -908,7 +908,8 @@ func (g *Guard) Spilled() map[string]int {
 // logged.
 const spillUnopened = time.Minute
 
-// sayUnopened logs, once, the messages of an earlier process whose source has not been opened.
+// sayUnopened logs, once, the messages of an earlier process whose source has not been opened. Its
+// goroutine is the Guard's, and ends after that or with the Guard.
 func (g *Guard) sayUnopened(ctx context.Context) {
 	select {
 	case <-time.After(spillUnopened):

@@ -100,8 +100,8 @@ func (c DLQConfig) command() string {
 // properties, the headers of the dialect, and [dlq.Record.ID] as its message-id. It has no
 // expiration, which would end it, and no user-id, which the broker would check. The headers CC and
 // BCC of a message from another broker are renamed kept-CC and kept-BCC: RabbitMQ would route by
-// them. RabbitMQ does not recognise copies: a letter whose confirmation was lost is there twice, with one ID. A stream
-// keeps no lists and tables in headers: they are lost.
+// them. RabbitMQ does not recognise copies: a letter whose confirmation was lost is there twice,
+// with one ID. A stream keeps no lists and tables in headers: they are lost.
 //
 // While it is connected, DLQ owns two goroutines beside those of the client. [DLQ.Close] ends them.
 type DLQ struct {

@@ -134,8 +134,8 @@ func (ss *session) stopped() bool {
 	}
 	ctx := ss.native.Context()
 	if given := parentOf(ctx); ss.closed != nil && given != nil {
-		// A stop shows in closed or in the given context. So the cause is not needed: a cooperative
-		// member that fails to join again, as when its client is closed, has none, too.
+		// A stop shows in closed or in the given context. A session that ends without either, and
+		// without a cause, is that of a cooperative member that failed to join again.
 		return given.Err() != nil
 	}
 	return ctx.Err() != nil && stopping(ctx)

@@ -398,26 +398,20 @@ func TestDeletedConsumerIsGone(t *testing.T) {
 	}
 }
 
-// holds are the ways in which a hold goes on after the consumer or its connection is gone:
-// either it ends, and the next pull fails, or it lasts.
-var holds = map[string]struct {
-	ends bool
-	opt  Option
-}{
-	"the hold ends":  {true, func(*options) {}},
-	"the hold lasts": {false, func(o *options) { o.lagEvery = 20 * time.Millisecond }},
-}
+// holds are the ways in which a hold goes on after the consumer or its connection is gone, and
+// whether it ends: then the next pull fails. If it lasts, that is noticed with the default settings.
+var holds = map[string]bool{"the hold ends": true, "the hold lasts": false}
 
 // A consumer that is deleted while it is held is noticed when it is pulled again, and also if
 // the hold does not end: an operator's force has no end.
 func TestConsumerDeletedDuringAHold(t *testing.T) {
 	t.Parallel()
-	for name, hold := range holds {
+	for name, ends := range holds {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			r := newRig(t, jetstream.ConsumerConfig{AckWait: 600 * time.Millisecond, MaxAckPending: 10})
 			g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
-			c := consume(t, g, r.consumer, func(context.Context, jetstream.Msg) error { return nil }, hold.opt)
+			c := consume(t, g, r.consumer, func(context.Context, jetstream.Msg) error { return nil })
 			src := adaptertest.Source(t, g, "S/C")
 			if err := src.ForceOpen(0); err != nil {
 				t.Fatal(err)
@@ -427,7 +421,7 @@ func TestConsumerDeletedDuringAHold(t *testing.T) {
 			if err := r.stream.DeleteConsumer(adaptertest.Context(t), "C"); err != nil {
 				t.Fatal(err)
 			}
-			if hold.ends {
+			if ends {
 				if err := src.ForceClosed(); err != nil {
 					t.Fatal(err)
 				}
@@ -477,7 +471,7 @@ func TestConnectionClosedDuringAHold(t *testing.T) {
 		"closed":  func(nc *nats.Conn) { nc.Close() },
 		"drained": func(nc *nats.Conn) { _ = nc.Drain() },
 	} {
-		for which, hold := range holds {
+		for which, ends := range holds {
 			t.Run(name+", "+which, func(t *testing.T) {
 				t.Parallel()
 				r := newRig(t, jetstream.ConsumerConfig{AckWait: 600 * time.Millisecond, MaxAckPending: 10})
@@ -491,7 +485,7 @@ func TestConnectionClosedDuringAHold(t *testing.T) {
 					t.Fatal(err)
 				}
 				g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
-				c := consume(t, g, own, func(context.Context, jetstream.Msg) error { return nil }, hold.opt)
+				c := consume(t, g, own, func(context.Context, jetstream.Msg) error { return nil })
 				src := adaptertest.Source(t, g, "S/C")
 				if err := src.ForceOpen(0); err != nil {
 					t.Fatal(err)
@@ -499,7 +493,7 @@ func TestConnectionClosedDuringAHold(t *testing.T) {
 				r.publish(t, subject, 0, 20)
 				adaptertest.Eventually(t, "the pull is closed", func() bool { return src.State().Room == 0 && r.info(t).NumWaiting == 0 })
 				end(nc)
-				if hold.ends {
+				if ends {
 					if err := src.ForceClosed(); err != nil {
 						t.Fatal(err)
 					}
